@@ -25,13 +25,18 @@ The maths, for batch row b, query head n and key/value head n // G:
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 from jaxtyping import Array, Float, UInt32
 
 from pallas_flash.mask import Mask
 from pallas_flash.mods import Mod
+
+if TYPE_CHECKING:  # a type checker takes a one-letter shape string for a variable
+    PerHead = Array
+else:
+    PerHead = Float[Array, "N"]
 
 
 @jax.tree_util.register_dataclass

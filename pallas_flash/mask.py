@@ -27,13 +27,18 @@ a scan with slices, a test with integers.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from pallas_flash.mods import Mod
+
+if TYPE_CHECKING:  # a type checker takes a one-letter shape string for a variable
+    PerRow = Array
+else:
+    PerRow = Int[Array, "B"]
 
 Alignment = Literal["top_left", "bottom_right"]
 Index = Any
