@@ -68,8 +68,8 @@ class AttentionCall:
     static_scale: float | None = dataclasses.field(default=None, metadata={"static": True})
     traced_scale: Float[Array, ""] | None = None
     soft_cap: float | None = dataclasses.field(default=None, metadata={"static": True})
-    sinks: Float[Array, N] | None = None
-    alibi_slopes: Float[Array, N] | None = None
+    sinks: PerHead | None = None
+    alibi_slopes: PerHead | None = None
     score_mod: Mod | None = None
     dropout_rate: float = dataclasses.field(default=0.0, metadata={"static": True})
     dropout_seed: UInt32[Array, 2] | None = None

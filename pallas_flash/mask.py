@@ -97,8 +97,8 @@ class Mask:
         default=(None, None), metadata={"static": True}
     )
     causal_alignment: Alignment = dataclasses.field(default="top_left", metadata={"static": True})
-    query_lengths: Int[Array, B] | None = None
-    key_value_lengths: Int[Array, B] | None = None
+    query_lengths: PerRow | None = None
+    key_value_lengths: PerRow | None = None
     query_segment_ids: Int[Array, "B T"] | None = None
     key_value_segment_ids: Int[Array, "B S"] | None = None
     query_positions: Int[Array, "B T"] | None = None
