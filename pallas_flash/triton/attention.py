@@ -1,0 +1,144 @@
+"""The Triton kernels as one implementation of an `AttentionCall` (see `pallas_flash.call`)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_flash import vjp
+from pallas_flash.call import AttentionCall, Gradients, beyond_foundation
+from pallas_flash.triton.backward import key_value_gradients, prepare, query_gradient
+from pallas_flash.triton.forward import forward as query_tiles
+from pallas_flash.triton.problem import split_call
+from pallas_flash.triton.tile_sizes import TileSizes, default_tile_sizes
+
+NAME = "triton"
+DTYPES = ("bfloat16", "float16", "float32")
+# dQ keeps its accumulator of 16 x H float32 in registers: this much fits in four warps.
+LARGEST_HEAD_DIM = 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """The implementation with chosen tile sizes; hashable, so it is a static argument.
+
+    Attributes:
+      tiles: tile sizes, or None for `default_tile_sizes`.
+      interpret: run in the Pallas interpreter; None does so where JAX's device is not a GPU.
+    """
+
+    tiles: TileSizes | None = None
+    interpret: bool | None = None
+    NAME = NAME
+
+    def unsupported(self, call: AttentionCall, platform: str) -> str | None:
+        return unsupported(call, platform)
+
+    def sizes(self, call: AttentionCall) -> TileSizes:
+        wider = max(call.sizes.H, call.sizes.Hv)
+        return self.tiles or default_tile_sizes(wider, call.query.dtype)
+
+    def forward(self, call: AttentionCall) -> tuple[Array, Array]:
+        problem, operands = split_call(call)
+        tile = self.sizes(call).forward
+        return query_tiles(problem, operands, tile, interpret=self.interpret)
+
+    def backward(
+        self,
+        call: AttentionCall,
+        out: Array,
+        lse: Array,
+        dout: Array,
+        dlse: Array | None,
+        wanted: frozenset[str],
+    ) -> Gradients:
+        problem, operands = split_call(call)
+        saved = prepare(out, lse, dout, dlse)
+        tiles = self.sizes(call)
+        dquery = dkey = dvalue = dbias = None
+        if wanted & {"query", "bias"}:
+            dquery, ds = query_gradient(
+                problem,
+                operands,
+                saved,
+                tiles.dq,
+                with_bias="bias" in wanted,
+                interpret=self.interpret,
+            )
+            dbias = None if ds is None else _sum_like(ds, call.bias)
+        if wanted & {"key", "value"}:
+            dkey, dvalue = key_value_gradients(
+                problem, operands, saved, tiles.dkv, interpret=self.interpret
+            )
+        return Gradients(query=dquery, key=dkey, value=dvalue, bias=dbias)
+
+
+def unsupported(call: AttentionCall, platform: str) -> str | None:
+    """Why these kernels cannot serve the call, naming the argument; None when they can."""
+    sizes = call.sizes
+    argument = beyond_foundation(call)
+    if argument is not None:
+        return f'implementation="triton" does not serve {argument}; use implementation="xla".'
+    if call.query.dtype.name not in DTYPES:
+        return (
+            f"query has dtype {call.query.dtype.name}, the Triton kernels take "
+            f'{", ".join(DTYPES)}; use implementation="xla".'
+        )
+    if max(sizes.H, sizes.Hv) > LARGEST_HEAD_DIM:
+        return (
+            f"query, key and value have head dims {sizes.H} and {sizes.Hv}, the Triton kernels "
+            f'hold at most {LARGEST_HEAD_DIM} in registers; use implementation="xla".'
+        )
+    if platform not in ("cpu", "gpu", "cuda"):
+        return f'implementation="triton" is for NVIDIA GPUs, not {platform!r}; use "xla".'
+    return _unsupported_bias(call)
+
+
+def _unsupported_bias(call: AttentionCall) -> str | None:
+    """The gradient of a bias is summed from all of dS: too much memory for a bias that is small."""
+    if call.bias is None:
+        return None
+    sizes = call.sizes
+    _, _, rows, columns = call.bias.shape
+    if (rows == 1 < sizes.T) or (columns == 1 < sizes.S):
+        return (
+            f"bias of shape {call.bias.shape} is broadcast along queries or keys, and its gradient "
+            f'would need a (B, N, T, S) temporary; use implementation="xla".'
+        )
+    return None
+
+
+def _sum_like(ds: Float[Array, "B N T S"], bias: Float[Array, "#B #N #T #S"] | None) -> Array:
+    """Sum dS over the axes along which the bias was broadcast."""
+    assert bias is not None
+    axes = tuple(
+        axis for axis in range(4) if bias.shape[axis] == 1 and ds.shape[axis] != 1
+    )
+    return jnp.sum(ds, axis=axes, keepdims=True).astype(bias.dtype)
+
+
+forward = Kernels().forward
+backward = Kernels().backward
+
+
+def attention(
+    call: AttentionCall, *, tiles: TileSizes | None = None, interpret: bool | None = None
+) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
+    """Output and LSE of a call, differentiable, with these tile sizes: for timing variants.
+
+    >>> import jax.numpy as jnp
+    >>> from pallas_flash.triton import Tile, TileSizes
+    >>> q = jnp.ones((1, 16, 1, 16))
+    >>> tile = Tile(query=16, key=16, warps=4, stages=1)
+    >>> call = AttentionCall(query=q, key=q, value=q, static_scale=0.25)
+    >>> out, lse = attention(call, tiles=TileSizes(forward=tile, dq=tile, dkv=tile))
+    >>> out.shape, lse.shape
+    ((1, 16, 1, 16), (1, 1, 16))
+    """
+    reason = unsupported(call, jax.default_backend())
+    if reason is not None:
+        raise NotImplementedError(reason)
+    return vjp.attention(Kernels(tiles, interpret), call)

@@ -1,0 +1,252 @@
+"""Backward kernels: dQ over query tiles, dK and dV over key tiles; both recompute P from the LSE.
+
+With D_i = rowsum(dO_i * O_i) - dLSE_i (the LSE's own cotangent enters there and nowhere else), in
+base 2 with c = scale * log2(e) (FlashAttention-2, arXiv 2307.08691, algorithm 2):
+
+    P  = 2^(c S - log2(e) LSE)         dV_j = sum_i P^T dO_i
+    dP = dO V^T                        dQ_i = scale * sum_j dS K_j
+    dS = P * (dP - D)                  dK_j = scale * sum_i dS^T Q_i        dbias = dS
+
+Two kernels, so that every sum stays in registers and the result is the same bit for bit every
+time, at the price of computing S and dP twice (7 products instead of 5):
+
+    dQ     one program per query tile and query head, loops over key tiles
+    dK dV  one program per key tile and key/value head, loops over the G query heads that read it
+           and over their query tiles, on transposed tiles (keys, queries), so that P^T and dS^T
+           are already laid out as the left operands of the products that follow
+
+A fully masked row has LSE -inf. It is passed on as +inf, which makes its P exactly 0.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_flash.triton import problem as blocks
+from pallas_flash.triton.problem import LOG2_E, Operands, Problem
+from pallas_flash.triton.tile import (
+    Logits,
+    dot,
+    load_lengths,
+    load_rows,
+    load_vector,
+    loop_tiles,
+    store_rows,
+)
+from pallas_flash.triton.tile_sizes import Tile, padded_head_dim
+
+
+class Saved(NamedTuple):
+    """What the backward kernels read beside the call's operands."""
+
+    dout: Any  # (B, T, N, Hv)
+    lse2: Any  # (B, N, T), float32: log2(e) LSE, +inf for a fully masked row
+    delta: Any  # (B, N, T), float32: D above, 0 for a fully masked row
+
+
+def prepare(out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None) -> Saved:
+    """The row statistics, in XLA: one pass over the output and its cotangent."""
+    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
+    delta = delta.transpose(0, 2, 1)
+    if dlse is not None:
+        delta -= dlse
+    seen = lse > -jnp.inf
+    # dO may be NaN behind a sequence's end, and 0 * NaN would pass it on.
+    delta = jnp.where(seen, delta, 0.0)
+    return Saved(dout.astype(out.dtype), jnp.where(seen, lse * LOG2_E, jnp.inf), delta)
+
+
+# ---- dQ and dbias ---------------------------------------------------------------------------------
+
+
+def query_gradient(
+    problem: Problem,
+    operands: Operands,
+    saved: Saved,
+    tile: Tile,
+    *,
+    with_bias: bool = False,
+    interpret: bool | None = None,
+) -> tuple[jax.Array, jax.Array | None]:
+    """dQ like the query and, `with_bias`, dS as float32 (B, N, T, S): dbias before its sums."""
+    sizes = problem.sizes
+    vector = blocks.query_vector(problem, tile)
+    inputs = (operands, saved)
+    specs: tuple[Any, ...] = (
+        blocks.query_tile_specs(problem, operands, tile),
+        Saved(blocks.query_rows(problem, tile, sizes.Hv), vector, vector),
+    )
+    outputs = {
+        "query": (
+            jax.ShapeDtypeStruct(operands.query.shape, operands.query.dtype),
+            blocks.query_rows(problem, tile, sizes.H),
+        )
+    }
+    aliases = {}
+    if with_bias:
+        # Tiles that are skipped are not written, so dS starts as zeros.
+        zeros = jnp.zeros((sizes.B, sizes.N, sizes.T, sizes.S), jnp.float32)
+        spec = blocks.logit_rows(problem, tile)
+        # Outputs are flattened by name: "ds" comes before "query".
+        aliases = {len(jax.tree.leaves(inputs)): 0}
+        inputs, specs = (*inputs, zeros), (*specs, spec)
+        outputs["ds"] = (jax.ShapeDtypeStruct(zeros.shape, zeros.dtype), spec)
+    results = blocks.launch(
+        functools.partial(_dq_kernel, problem=problem, tile=tile),
+        *inputs,
+        specs=specs,
+        outputs=outputs,
+        grid=blocks.query_grid(problem, tile),
+        tile=tile,
+        name="flash_dq",
+        interpret=interpret,
+        aliases=aliases,
+    )
+    return results["query"], results.get("ds")
+
+
+def _dq_kernel(refs: Operands, saved: Saved, *rest: Any, problem: Problem, tile: Tile) -> None:
+    outputs = rest[-1]  # the zeros that dS starts from come first, if there are any
+    sizes, mask, c = problem.sizes, problem.mask, problem.exponent_scale
+    q_start = blocks.query_tile_index(problem, tile, pl.program_id(0)) * tile.query
+    q_length, kv_length = load_lengths(problem, refs, pl.program_id(2))
+    logits = Logits(problem, tile, refs, q_length, kv_length)
+    edges = problem.edges(tile)
+
+    below = q_length - q_start if edges else None
+    q = load_rows(refs.query, 0, tile.query, sizes.H, rows_below=below)
+    do = load_rows(saved.dout, 0, tile.query, sizes.Hv, rows_below=below)
+    lse2 = load_vector(saved.lse2.at[:], 0, below=below, other=jnp.inf)[:, None]
+    delta = load_vector(saved.delta.at[:], 0, below=below, other=0.0)[:, None]
+
+    def visit(j, dq, masked: bool):
+        k_start = j * tile.key
+        rows_below = kv_length if masked and edges else None
+        k = load_rows(refs.key, k_start, tile.key, sizes.H, rows_below=rows_below)
+        v = load_rows(refs.value, k_start, tile.key, sizes.Hv, rows_below=rows_below)
+        p = jnp.exp2(c * logits(q, k, q_start, k_start, masked=masked) - lse2)
+        ds = p * (dot(do, v, transpose_b=True) - delta)
+        if "ds" in outputs:
+            _store_logits(outputs["ds"], ds, q_start, k_start, problem, masked)
+        return dq + dot(ds.astype(k.dtype), k)
+
+    dq = loop_tiles(
+        mask.kv_bounds(
+            q_start, tile.query, q_length=q_length, kv_length=kv_length
+        ).in_tiles(tile.key),
+        visit,
+        jnp.zeros((tile.query, padded_head_dim(sizes.H)), jnp.float32),
+        before=mask.left is not None,
+        after=edges or mask.right is not None,
+    )
+    store_rows(
+        outputs["query"],
+        problem.scale * dq,
+        sizes.H,
+        rows_below=sizes.T - q_start if edges else None,
+    )
+
+
+def _store_logits(ref: Any, ds: jax.Array, q_start: Any, k_start: Any, problem: Problem, masked: bool) -> None:
+    """Store one tile of dS in a ref of this query tile's rows and all keys."""
+    keep = None
+    if masked:
+        rows = q_start + lax.broadcasted_iota(jnp.int32, ds.shape, 0) < problem.sizes.T
+        keep = rows & (k_start + lax.broadcasted_iota(jnp.int32, ds.shape, 1) < problem.sizes.S)
+    plgpu.store(ref.at[:, pl.ds(k_start, ds.shape[1])], ds, mask=keep)
+
+
+# ---- dK and dV ------------------------------------------------------------------------------------
+
+
+def key_value_gradients(
+    problem: Problem,
+    operands: Operands,
+    saved: Saved,
+    tile: Tile,
+    *,
+    interpret: bool | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """dK and dV, like the key and the value; the sum over a group's heads is in float32."""
+    sizes = problem.sizes
+    vectors = blocks.group_vectors(problem, tile)
+    like = lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype)
+    results = blocks.launch(
+        functools.partial(_dkv_kernel, problem=problem, tile=tile),
+        operands,
+        saved,
+        specs=(
+            blocks.key_tile_specs(problem, operands, tile),
+            Saved(blocks.group_rows(problem, tile, sizes.Hv), vectors, vectors),
+        ),
+        outputs={
+            "key": (like(operands.key), blocks.key_rows(tile, sizes.H)),
+            "value": (like(operands.value), blocks.key_rows(tile, sizes.Hv)),
+        },
+        grid=blocks.key_grid(problem, tile),
+        tile=tile,
+        name="flash_dkv",
+        interpret=interpret,
+    )
+    return results["key"], results["value"]
+
+
+def _dkv_kernel(
+    refs: Operands, saved: Saved, outputs: dict, *, problem: Problem, tile: Tile
+) -> None:
+    sizes, mask, c = problem.sizes, problem.mask, problem.exponent_scale
+    k_start = pl.program_id(0) * tile.key
+    q_length, kv_length = load_lengths(problem, refs, pl.program_id(2))
+    logits = Logits(problem, tile, refs, q_length, kv_length, keys_first=True)
+    edges = problem.edges(tile)
+
+    below = kv_length - k_start if edges else None
+    k = load_rows(refs.key, 0, tile.key, sizes.H, rows_below=below)
+    v = load_rows(refs.value, 0, tile.key, sizes.Hv, rows_below=below)
+    bounds = mask.q_bounds(
+        k_start, tile.key, q_length=q_length, kv_length=kv_length
+    ).in_tiles(tile.query)
+
+    def visit(head, i, carry, masked: bool):
+        dk, dv = carry
+        q_start = i * tile.query
+        rows = pl.ds(q_start, tile.query)
+        below = q_length if masked and edges else None
+        q = load_rows(refs.query, q_start, tile.query, sizes.H, rows_below=below, head=head)
+        do = load_rows(saved.dout, q_start, tile.query, sizes.Hv, rows_below=below, head=head)
+        lse2 = load_vector(saved.lse2.at[head, rows], q_start, below=below, other=jnp.inf)
+        delta = load_vector(saved.delta.at[head, rows], q_start, below=below, other=0.0)
+        s = logits(k, q, q_start, k_start, masked=masked, head=head)
+        p = jnp.exp2(c * s - lse2[None, :])
+        dv += dot(p.astype(do.dtype), do)
+        ds = p * (dot(v, do, transpose_b=True) - delta[None, :])
+        dk += dot(ds.astype(q.dtype), q)
+        return dk, dv
+
+    def visit_head(head, carry):
+        return loop_tiles(
+            bounds,
+            functools.partial(visit, head),
+            carry,
+            before=mask.right is not None,
+            after=edges or mask.left is not None,
+        )
+
+    carry = tuple(
+        jnp.zeros((tile.key, padded_head_dim(columns)), jnp.float32)
+        for columns in (sizes.H, sizes.Hv)
+    )
+    if sizes.G == 1:
+        dk, dv = visit_head(jnp.int32(0), carry)
+    else:
+        dk, dv = lax.fori_loop(jnp.int32(0), jnp.int32(sizes.G), visit_head, carry)
+    below = sizes.S - k_start if edges else None
+    store_rows(outputs["key"], problem.scale * dk, sizes.H, rows_below=below)
+    store_rows(outputs["value"], dv, sizes.Hv, rows_below=below)

@@ -1,0 +1,200 @@
+"""What kernels do with one tile: masked loads and stores, products, logits, the tile loop.
+
+Loads past the last row, the last column or the end of a padded sequence give zeros: zeros add
+nothing to any product, and whatever lies there (NaN included) is never read. In the interpreter
+the space past the end of an array is NaN, so a missing mask shows in every test.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from pallas_flash.mask import Bounds
+from pallas_flash.triton.problem import Index, Operands, Problem
+from pallas_flash.triton.tile_sizes import Tile
+
+Carry = TypeVar("Carry")
+Ref = Any
+
+
+def load_rows(
+    ref: Ref,
+    start: Index,
+    size: int,
+    columns: int,
+    *,
+    rows_below: Index | None = None,
+    head: Index | None = None,
+) -> jax.Array:
+    """Rows [start, start + size) of a (rows, width) ref, or of one head of (rows, heads, width).
+
+    Args:
+      columns: columns that exist in memory; the rest of the width reads as zeros.
+      rows_below: rows from here on read as zeros; None promises that all rows exist.
+    """
+    keep = _inside(start, size, ref.shape[-1], columns, rows_below)
+    other = None if keep is None else jnp.zeros((), ref.dtype)
+    rows = pl.ds(start, size)
+    view = ref.at[rows, :] if head is None else ref.at[rows, head, :]
+    return plgpu.load(view, mask=keep, other=other)
+
+
+def store_rows(ref: Ref, block: jax.Array, columns: int, *, rows_below: Index | None) -> None:
+    """Store a block over a whole ref, but for what is past the last row or column."""
+    keep = _inside(0, block.shape[0], block.shape[1], columns, rows_below)
+    plgpu.store(ref.at[:, :], block.astype(ref.dtype), mask=keep)
+
+
+def _inside(
+    start: Index, size: int, width: int, columns: int, rows_below: Index | None
+) -> jax.Array | None:
+    """Which elements of a (size, width) block exist; None when all do."""
+    keep = None
+    if columns < width:
+        keep = lax.broadcasted_iota(jnp.int32, (1, width), 1) < columns
+    if rows_below is not None:
+        rows = start + lax.broadcasted_iota(jnp.int32, (size, 1), 0) < rows_below
+        keep = rows if keep is None else keep & rows
+    return keep
+
+
+def load_vector(view: Ref, start: Index, *, below: Index | None, other: float) -> jax.Array:
+    """All of a float32 vector view; `other` for elements with start + index >= below."""
+    if below is None:
+        return plgpu.load(view)
+    keep = start + lax.iota(jnp.int32, view.shape[0]) < below
+    return plgpu.load(view, mask=keep, other=jnp.float32(other))
+
+
+def load_lengths(problem: Problem, refs: Operands, batch: Index) -> tuple[Index, Index]:
+    """(T_b, S_b) of a batch row: scalars from memory, or the static sizes without lengths."""
+    if refs.query_lengths is None:
+        return problem.sizes.T, problem.sizes.S
+    return plgpu.load(refs.query_lengths.at[batch]), plgpu.load(refs.key_value_lengths.at[batch])
+
+
+def dot(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:
+    """a b or a b^T in float32: tensor cores for 16-bit inputs, true float32 for float32 inputs."""
+    # Without HIGHEST Triton would round float32 inputs to the 10 bits of TF32.
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    contract = (((1,), (1 if transpose_b else 0,)), ((), ()))
+    return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Logits:
+    """Tiles of logits of one batch row, inside a kernel.
+
+    Attributes:
+      refs: the kernel's operands; here for the bias and the dense mask.
+      q_length, kv_length: T_b and S_b.
+      keys_first: tiles are (keys, queries) instead of (queries, keys).
+    """
+
+    problem: Problem
+    tile: Tile
+    refs: Operands
+    q_length: Index
+    kv_length: Index
+    keys_first: bool = False
+
+    def __call__(
+        self,
+        rows: jax.Array,
+        columns: jax.Array,
+        q_start: Index,
+        k_start: Index,
+        *,
+        masked: bool,
+        head: Index = 0,
+    ) -> jax.Array:
+        """Logits such that exp2(logits * problem.exponent_scale) is the softmax's numerator.
+
+        Args:
+          rows, columns: the tile's queries and keys, or its keys and queries if `keys_first`.
+          q_start, k_start: their first indices in the sequence.
+          masked: set what the mask hides to -inf; False promises that it hides nothing here.
+          head: this query head's place in the block of the bias and the dense mask.
+        """
+        logits = dot(rows, columns, transpose_b=True)
+        if not self.problem.defers_scale:
+            logits *= self.problem.scale
+        if self.refs.bias is not None:
+            bias = self._dense(self.refs.bias, q_start, k_start, head, masked)
+            logits += bias.astype(jnp.float32)
+        if not masked:
+            return logits
+        dense = None
+        if self.refs.dense is not None:
+            dense = self._dense(self.refs.dense, q_start, k_start, head, masked)
+        q_index, k_index = self._indices(q_start, k_start)
+        visible = self.problem.mask.visible(
+            q_index, k_index, q_length=self.q_length, kv_length=self.kv_length, dense=dense
+        )
+        return jnp.where(visible, logits, -jnp.inf)
+
+    def _indices(self, q_start: Index, k_start: Index) -> tuple[jax.Array, jax.Array]:
+        q_axis, k_axis = (1, 0) if self.keys_first else (0, 1)
+        return q_start + _ruler(self.tile.query, q_axis), k_start + _ruler(self.tile.key, k_axis)
+
+    def _dense(
+        self, ref: Ref, q_start: Index, k_start: Index, head: Index, masked: bool
+    ) -> jax.Array:
+        """This tile's part of a (heads, T, S) bias or mask whose broadcast axes have size 1."""
+        heads, rows, columns = ref.shape
+        sizes, tile = self.problem.sizes, self.tile
+        take_q = pl.ds(0, 1) if rows == 1 else pl.ds(q_start, tile.query)
+        take_k = pl.ds(0, 1) if columns == 1 else pl.ds(k_start, tile.key)
+        keep, other = None, None
+        if masked:
+            keep = (take_q.start + _ruler(take_q.size, 0) < sizes.T) & (
+                take_k.start + _ruler(take_k.size, 1) < sizes.S
+            )
+            other = jnp.zeros((), ref.dtype)
+        view = ref.at[jnp.int32(0 if heads == 1 else head), take_q, take_k]
+        block = plgpu.load(view, mask=keep, other=other)
+        return block.T if self.keys_first else block
+
+
+def _ruler(size: int, axis: int) -> jax.Array:
+    """0, 1, ... along one axis of a matrix, 1 wide along the other."""
+    return lax.broadcasted_iota(jnp.int32, (size, 1) if axis == 0 else (1, size), axis)
+
+
+def loop_tiles(
+    bounds: Bounds,
+    body: Callable[[Index, Carry, bool], Carry],
+    carry: Carry,
+    *,
+    before: bool,
+    after: bool,
+) -> Carry:
+    """Visit the tiles of `bounds` in order: partial, full, partial.
+
+    Args:
+      bounds: in tiles; what lies outside [lo, hi) is not visited.
+      body: (tile, carry, masked) -> carry; `masked` is False for the full tiles.
+      before, after: whether partial tiles can occur on that side at all. A loop that cannot run
+        is not compiled.
+    """
+    partial = lambda tile, carry: body(tile, carry, True)
+    full = lambda tile, carry: body(tile, carry, False)
+    if before:
+        carry = _loop(bounds.lo, bounds.full_lo, partial, carry)
+    carry = _loop(bounds.full_lo, bounds.full_hi, full, carry)
+    if after:
+        carry = _loop(bounds.full_hi, bounds.hi, partial, carry)
+    return carry
+
+
+def _loop(start: Index, stop: Index, body: Callable, carry: Carry) -> Carry:
+    # 32-bit bounds keep every index in the kernel 32-bit under jax_enable_x64 too.
+    return lax.fori_loop(jnp.int32(start), jnp.int32(stop), body, carry)
