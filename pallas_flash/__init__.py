@@ -1,0 +1,10 @@
+"""Exact tiled attention for JAX.
+
+`dot_product_attention` has the names, shapes and meaning of `jax.nn.dot_product_attention`; swap
+the import. See its docstring for what it adds, and `online_softmax` for how it works.
+"""
+
+from pallas_flash.api import dot_product_attention
+from pallas_flash.implementations import default_implementation
+
+__all__ = ["default_implementation", "dot_product_attention"]

@@ -131,8 +131,15 @@ class Mask:
         return self.query_positions is not None or self.key_value_positions is not None
 
     @property
+    def segments(self) -> tuple[Array, Array] | None:
+        """Segment ids of queries and keys, None without segments."""
+        if self.query_segment_ids is None or self.key_value_segment_ids is None:
+            return None
+        return self.query_segment_ids, self.key_value_segment_ids
+
+    @property
     def has_segments(self) -> bool:
-        return self.query_segment_ids is not None
+        return self.segments is not None
 
     @property
     def has_lengths(self) -> bool:

@@ -31,15 +31,47 @@ class Mod:
     captured: tuple[Array, ...] = ()
 
     @classmethod
-    def trace(cls, function: Callable[..., Array], *example: Any) -> Mod:
-        """Trace `function` at scalars of the given example dtypes."""
-        closed = jax.make_jaxpr(function)(*[jax.ShapeDtypeStruct((), dtype) for dtype in example])
+    def trace(cls, name: str, function: Callable[..., Array], *dtypes: Any) -> Mod:
+        """Trace `function` at scalars of these dtypes; the result must be one scalar.
+
+        Args:
+          name: "score_mod" (returns a float) or "mask_mod" (returns a bool), for messages too.
+          function: what the user passed.
+          dtypes: of its arguments.
+        """
+        scalars = [jax.ShapeDtypeStruct((), dtype) for dtype in dtypes]
+        closed = jax.make_jaxpr(function)(*scalars)
+        accepted = jnp.bool_ if name == "mask_mod" else jnp.floating
+        results: list[Any] = list(closed.out_avals)
+        if len(results) != 1 or results[0].shape or not jnp.issubdtype(results[0].dtype, accepted):
+            kind = "boolean" if name == "mask_mod" else "floating"
+            raise TypeError(f"{name} must return one {kind} scalar, got {results}")
         return cls(closed.jaxpr, tuple(jnp.asarray(const) for const in closed.consts))
 
     def __call__(self, *scalars: Array) -> Array:
         """Apply to scalars; vmap over it for tiles."""
         (result,) = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, list(self.captured)))(*scalars)
         return result
+
+    @property
+    def floating(self) -> tuple[Array, ...]:
+        """The captured arrays that can have gradients."""
+        return tuple(x for x in self.captured if jnp.issubdtype(x.dtype, jnp.inexact))
+
+    def with_floating(self, arrays: tuple[Array, ...]) -> Mod:
+        """The same function with `arrays` in place of `floating`."""
+        return Mod(self.jaxpr, self._merged(arrays, self.captured))
+
+    def cotangents(self, arrays: tuple[Array, ...]) -> tuple[Array | None, ...]:
+        """Gradients of `floating`, with None where a captured array has none."""
+        return self._merged(arrays, (None,) * len(self.captured))
+
+    def _merged(self, arrays: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Any, ...]:
+        rest = iter(arrays)
+        return tuple(
+            next(rest) if jnp.issubdtype(x.dtype, jnp.inexact) else other
+            for x, other in zip(self.captured, others, strict=True)
+        )
 
     def on_tile(self, *arrays: Array) -> Array:
         """Apply to arrays of one broadcast shape, element by element.

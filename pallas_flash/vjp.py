@@ -22,6 +22,11 @@ OUT_NAME = "attention_out"
 LSE_NAME = "attention_lse"
 
 
+def named(out: Array, lse: Array) -> tuple[Array, Array]:
+    """Names both for `jax.checkpoint` policies such as `save_only_these_names`."""
+    return checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def attention(implementation: ModuleType, call: AttentionCall) -> tuple[Array, Array]:
     """Output (B, T, N, Hv) and LSE (B, N, T) of a call, differentiable in both.
@@ -54,8 +59,7 @@ def _forward(implementation: ModuleType, marked: Any) -> tuple[tuple[Array, Arra
             leaf.perturbed for leaf in jax.tree.leaves(getattr(marked, name), is_leaf=_is_primal)
         )
     )
-    out, lse = implementation.forward(call)
-    out, lse = checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
+    out, lse = named(*implementation.forward(call))
     return (out, lse), _Residuals(call, out, lse, wanted)
 
 
