@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from pallas_flash import vjp
-from pallas_flash.call import AttentionCall, Gradients, beyond_foundation
+from pallas_flash.call import AttentionCall, Gradients, Sizes, beyond_foundation
 from pallas_flash.triton.backward import key_value_gradients, prepare, query_gradient
 from pallas_flash.triton.forward import forward as query_tiles
 from pallas_flash.triton.problem import split_call
@@ -17,7 +16,7 @@ from pallas_flash.triton.tile_sizes import TileSizes, default_tile_sizes
 
 NAME = "triton"
 DTYPES = ("bfloat16", "float16", "float32")
-# dQ keeps its accumulator of 16 x H float32 in registers: this much fits in four warps.
+# Accumulators of dK and dV, 2 x 64 x H float32, fill the registers of eight warps here.
 LARGEST_HEAD_DIM = 256
 
 
@@ -42,9 +41,9 @@ class Kernels:
         return self.tiles or default_tile_sizes(wider, call.query.dtype)
 
     def forward(self, call: AttentionCall) -> tuple[Array, Array]:
-        problem, operands = split_call(call)
+        problem, operands = split_call(call, self.interpret)
         tile = self.sizes(call).forward
-        return query_tiles(problem, operands, tile, interpret=self.interpret)
+        return query_tiles(problem, operands, tile)
 
     def backward(
         self,
@@ -55,24 +54,17 @@ class Kernels:
         dlse: Array | None,
         wanted: frozenset[str],
     ) -> Gradients:
-        problem, operands = split_call(call)
+        problem, operands = split_call(call, self.interpret)
         saved = prepare(out, lse, dout, dlse)
         tiles = self.sizes(call)
         dquery = dkey = dvalue = dbias = None
         if wanted & {"query", "bias"}:
             dquery, ds = query_gradient(
-                problem,
-                operands,
-                saved,
-                tiles.dq,
-                with_bias="bias" in wanted,
-                interpret=self.interpret,
+                problem, operands, saved, tiles.dq, with_bias="bias" in wanted
             )
             dbias = None if ds is None else _sum_like(ds, call.bias)
         if wanted & {"key", "value"}:
-            dkey, dvalue = key_value_gradients(
-                problem, operands, saved, tiles.dkv, interpret=self.interpret
-            )
+            dkey, dvalue = key_value_gradients(problem, operands, saved, tiles.dkv)
         return Gradients(query=dquery, key=dkey, value=dvalue, bias=dbias)
 
 
@@ -81,32 +73,31 @@ def unsupported(call: AttentionCall, platform: str) -> str | None:
     sizes = call.sizes
     argument = beyond_foundation(call)
     if argument is not None:
-        return f'implementation="triton" does not serve {argument}; use implementation="xla".'
+        return f"the Triton kernels do not serve {argument}; 'xla' does"
     if call.query.dtype.name not in DTYPES:
         return (
             f"query has dtype {call.query.dtype.name}, the Triton kernels take "
-            f'{", ".join(DTYPES)}; use implementation="xla".'
+            f"{', '.join(DTYPES)}; cast, or use 'xla'"
         )
     if max(sizes.H, sizes.Hv) > LARGEST_HEAD_DIM:
         return (
-            f"query, key and value have head dims {sizes.H} and {sizes.Hv}, the Triton kernels "
-            f'hold at most {LARGEST_HEAD_DIM} in registers; use implementation="xla".'
+            f"query and value have head dims {sizes.H} and {sizes.Hv}, the Triton kernels hold at "
+            f"most {LARGEST_HEAD_DIM} in registers; 'xla' takes any"
         )
-    if platform not in ("cpu", "gpu", "cuda"):
-        return f'implementation="triton" is for NVIDIA GPUs, not {platform!r}; use "xla".'
-    return _unsupported_bias(call)
+    if platform not in ("cpu", "gpu"):
+        return f"the Triton kernels are for NVIDIA GPUs, not for platform {platform!r}; use 'xla'"
+    return None if call.bias is None else _unsupported_bias(call.bias, sizes)
 
 
-def _unsupported_bias(call: AttentionCall) -> str | None:
-    """The gradient of a bias is summed from all of dS: too much memory for a bias that is small."""
-    if call.bias is None:
-        return None
-    sizes = call.sizes
-    _, _, rows, columns = call.bias.shape
+def _unsupported_bias(bias: Array, sizes: Sizes) -> str | None:
+    if bias.dtype.name not in DTYPES:
+        return f"bias has dtype {bias.dtype.name}, the Triton kernels take {', '.join(DTYPES)}"
+    _, _, rows, columns = bias.shape
     if (rows == 1 < sizes.T) or (columns == 1 < sizes.S):
+        # Its gradient is summed from all of dS: much memory for a small bias.
         return (
-            f"bias of shape {call.bias.shape} is broadcast along queries or keys, and its gradient "
-            f'would need a (B, N, T, S) temporary; use implementation="xla".'
+            f"bias has shape {bias.shape}, broadcast along queries or keys: the Triton kernels "
+            "would need a (B, N, T, S) temporary for its gradient; 'xla' does not"
         )
     return None
 
@@ -114,9 +105,7 @@ def _unsupported_bias(call: AttentionCall) -> str | None:
 def _sum_like(ds: Float[Array, "B N T S"], bias: Float[Array, "#B #N #T #S"] | None) -> Array:
     """Sum dS over the axes along which the bias was broadcast."""
     assert bias is not None
-    axes = tuple(
-        axis for axis in range(4) if bias.shape[axis] == 1 and ds.shape[axis] != 1
-    )
+    axes = tuple(axis for axis in range(4) if bias.shape[axis] == 1 and ds.shape[axis] != 1)
     return jnp.sum(ds, axis=axes, keepdims=True).astype(bias.dtype)
 
 
@@ -138,7 +127,7 @@ def attention(
     >>> out.shape, lse.shape
     ((1, 16, 1, 16), (1, 1, 16))
     """
-    reason = unsupported(call, jax.default_backend())
+    reason = unsupported(call, "cpu" if interpret else "gpu")
     if reason is not None:
         raise NotImplementedError(reason)
     return vjp.attention(Kernels(tiles, interpret), call)

@@ -34,6 +34,7 @@ from pallas_flash.triton.problem import LOG2_E, Operands, Problem
 from pallas_flash.triton.tile import (
     Logits,
     dot,
+    exponential,
     load_lengths,
     load_rows,
     load_vector,
@@ -63,7 +64,7 @@ def prepare(out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | N
     return Saved(dout.astype(out.dtype), jnp.where(seen, lse * LOG2_E, jnp.inf), delta)
 
 
-# ---- dQ and dbias ---------------------------------------------------------------------------------
+# ---- dQ and dbias -------------------------------------------------------------------------------
 
 
 def query_gradient(
@@ -73,7 +74,6 @@ def query_gradient(
     tile: Tile,
     *,
     with_bias: bool = False,
-    interpret: bool | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """dQ like the query and, `with_bias`, dS as float32 (B, N, T, S): dbias before its sums."""
     sizes = problem.sizes
@@ -106,7 +106,7 @@ def query_gradient(
         grid=blocks.query_grid(problem, tile),
         tile=tile,
         name="flash_dq",
-        interpret=interpret,
+        interpret=problem.interpret,
         aliases=aliases,
     )
     return results["query"], results.get("ds")
@@ -119,6 +119,7 @@ def _dq_kernel(refs: Operands, saved: Saved, *rest: Any, problem: Problem, tile:
     q_length, kv_length = load_lengths(problem, refs, pl.program_id(2))
     logits = Logits(problem, tile, refs, q_length, kv_length)
     edges = problem.edges(tile)
+    exp2 = exponential(problem)
 
     below = q_length - q_start if edges else None
     q = load_rows(refs.query, 0, tile.query, sizes.H, rows_below=below)
@@ -131,16 +132,16 @@ def _dq_kernel(refs: Operands, saved: Saved, *rest: Any, problem: Problem, tile:
         rows_below = kv_length if masked and edges else None
         k = load_rows(refs.key, k_start, tile.key, sizes.H, rows_below=rows_below)
         v = load_rows(refs.value, k_start, tile.key, sizes.Hv, rows_below=rows_below)
-        p = jnp.exp2(c * logits(q, k, q_start, k_start, masked=masked) - lse2)
+        p = exp2(c * logits(q, k, q_start, k_start, masked=masked) - lse2)
         ds = p * (dot(do, v, transpose_b=True) - delta)
         if "ds" in outputs:
             _store_logits(outputs["ds"], ds, q_start, k_start, problem, masked)
         return dq + dot(ds.astype(k.dtype), k)
 
     dq = loop_tiles(
-        mask.kv_bounds(
-            q_start, tile.query, q_length=q_length, kv_length=kv_length
-        ).in_tiles(tile.key),
+        mask.kv_bounds(q_start, tile.query, q_length=q_length, kv_length=kv_length).in_tiles(
+            tile.key
+        ),
         visit,
         jnp.zeros((tile.query, padded_head_dim(sizes.H)), jnp.float32),
         before=mask.left is not None,
@@ -154,7 +155,9 @@ def _dq_kernel(refs: Operands, saved: Saved, *rest: Any, problem: Problem, tile:
     )
 
 
-def _store_logits(ref: Any, ds: jax.Array, q_start: Any, k_start: Any, problem: Problem, masked: bool) -> None:
+def _store_logits(
+    ref: Any, ds: jax.Array, q_start: Any, k_start: Any, problem: Problem, masked: bool
+) -> None:
     """Store one tile of dS in a ref of this query tile's rows and all keys."""
     keep = None
     if masked:
@@ -163,7 +166,7 @@ def _store_logits(ref: Any, ds: jax.Array, q_start: Any, k_start: Any, problem: 
     plgpu.store(ref.at[:, pl.ds(k_start, ds.shape[1])], ds, mask=keep)
 
 
-# ---- dK and dV ------------------------------------------------------------------------------------
+# ---- dK and dV ----------------------------------------------------------------------------------
 
 
 def key_value_gradients(
@@ -171,13 +174,11 @@ def key_value_gradients(
     operands: Operands,
     saved: Saved,
     tile: Tile,
-    *,
-    interpret: bool | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """dK and dV, like the key and the value; the sum over a group's heads is in float32."""
     sizes = problem.sizes
     vectors = blocks.group_vectors(problem, tile)
-    like = lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype)
+    like = jax.ShapeDtypeStruct.like
     results = blocks.launch(
         functools.partial(_dkv_kernel, problem=problem, tile=tile),
         operands,
@@ -193,7 +194,7 @@ def key_value_gradients(
         grid=blocks.key_grid(problem, tile),
         tile=tile,
         name="flash_dkv",
-        interpret=interpret,
+        interpret=problem.interpret,
     )
     return results["key"], results["value"]
 
@@ -206,13 +207,14 @@ def _dkv_kernel(
     q_length, kv_length = load_lengths(problem, refs, pl.program_id(2))
     logits = Logits(problem, tile, refs, q_length, kv_length, keys_first=True)
     edges = problem.edges(tile)
+    exp2 = exponential(problem)
 
     below = kv_length - k_start if edges else None
     k = load_rows(refs.key, 0, tile.key, sizes.H, rows_below=below)
     v = load_rows(refs.value, 0, tile.key, sizes.Hv, rows_below=below)
-    bounds = mask.q_bounds(
-        k_start, tile.key, q_length=q_length, kv_length=kv_length
-    ).in_tiles(tile.query)
+    bounds = mask.q_bounds(k_start, tile.key, q_length=q_length, kv_length=kv_length).in_tiles(
+        tile.query
+    )
 
     def visit(head, i, carry, masked: bool):
         dk, dv = carry
@@ -224,7 +226,7 @@ def _dkv_kernel(
         lse2 = load_vector(saved.lse2.at[head, rows], q_start, below=below, other=jnp.inf)
         delta = load_vector(saved.delta.at[head, rows], q_start, below=below, other=0.0)
         s = logits(k, q, q_start, k_start, masked=masked, head=head)
-        p = jnp.exp2(c * s - lse2[None, :])
+        p = exp2(c * s - lse2[None, :])
         dv += dot(p.astype(do.dtype), do)
         ds = p * (dot(v, do, transpose_b=True) - delta[None, :])
         dk += dot(ds.astype(q.dtype), q)

@@ -29,7 +29,15 @@ from jax.experimental.pallas import triton as plgpu
 
 from pallas_flash.triton import problem as blocks
 from pallas_flash.triton.problem import Operands, Problem
-from pallas_flash.triton.tile import Logits, dot, load_lengths, load_rows, loop_tiles, store_rows
+from pallas_flash.triton.tile import (
+    Logits,
+    dot,
+    exponential,
+    load_lengths,
+    load_rows,
+    loop_tiles,
+    store_rows,
+)
 from pallas_flash.triton.tile_sizes import Tile, padded_head_dim
 
 # The maximum starts here and not at -inf: a row that has seen nothing yet then needs no guard
@@ -37,9 +45,7 @@ from pallas_flash.triton.tile_sizes import Tile, padded_head_dim
 LOWEST = -1e38
 
 
-def forward(
-    problem: Problem, operands: Operands, tile: Tile, *, interpret: bool | None = None
-) -> tuple[jax.Array, jax.Array]:
+def forward(problem: Problem, operands: Operands, tile: Tile) -> tuple[jax.Array, jax.Array]:
     """Output (B, T, N, Hv) in the query's dtype and LSE (B, N, T), float32, natural log."""
     sizes = problem.sizes
     outputs = {
@@ -60,7 +66,7 @@ def forward(
         grid=blocks.query_grid(problem, tile),
         tile=tile,
         name="flash_forward",
-        interpret=interpret,
+        interpret=problem.interpret,
     )
     return results["out"], results["lse"]
 
@@ -71,6 +77,7 @@ def _kernel(refs: Operands, outputs: dict, *, problem: Problem, tile: Tile) -> N
     q_length, kv_length = load_lengths(problem, refs, pl.program_id(2))
     logits = Logits(problem, tile, refs, q_length, kv_length)
     edges = problem.edges(tile)
+    exp2 = exponential(problem)
 
     q = load_rows(
         refs.query, 0, tile.query, sizes.H, rows_below=q_length - q_start if edges else None
@@ -83,17 +90,17 @@ def _kernel(refs: Operands, outputs: dict, *, problem: Problem, tile: Tile) -> N
         k = load_rows(refs.key, k_start, tile.key, sizes.H, rows_below=rows_below)
         s = logits(q, k, q_start, k_start, masked=masked)
         m_next = jnp.maximum(m, c * jnp.max(s, axis=1))
-        p = jnp.exp2(c * s - m_next[:, None])
-        rescale = jnp.exp2(m - m_next)
+        p = exp2(c * s - m_next[:, None])
+        rescale = exp2(m - m_next)
         l = rescale * l + jnp.sum(p, axis=1)
         v = load_rows(refs.value, k_start, tile.key, sizes.Hv, rows_below=rows_below)
         o = rescale[:, None] * o + dot(p.astype(v.dtype), v)
         return m_next, l, o
 
     m, l, o = loop_tiles(
-        mask.kv_bounds(
-            q_start, tile.query, q_length=q_length, kv_length=kv_length
-        ).in_tiles(tile.key),
+        mask.kv_bounds(q_start, tile.query, q_length=q_length, kv_length=kv_length).in_tiles(
+            tile.key
+        ),
         visit,
         (
             jnp.full((tile.query,), LOWEST, jnp.float32),

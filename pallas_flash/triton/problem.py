@@ -43,12 +43,14 @@ class Problem:
 
     Attributes:
       mask: the mask with every array replaced by a placeholder: it still says which fields it has.
+      interpret: run in the Pallas interpreter.
     """
 
     sizes: Sizes
     scale: float
     mask: Mask
     has_bias: bool
+    interpret: bool
 
     @property
     def defers_scale(self) -> bool:
@@ -66,8 +68,12 @@ class Problem:
         return bool(ragged) or self.mask.has_lengths or not self.mask.is_interval
 
 
-def split_call(call: AttentionCall) -> tuple[Problem, Operands]:
-    """Split a call into what kernels are compiled for and the arrays that they read."""
+def split_call(call: AttentionCall, interpret: bool | None) -> tuple[Problem, Operands]:
+    """Split a call into what kernels are compiled for and the arrays that they read.
+
+    Args:
+      interpret: run in the interpreter; None does so where JAX's device is not a GPU.
+    """
     sizes, mask = call.sizes, call.mask
     assert call.static_scale is not None  # `unsupported` refuses a traced scale
     problem = Problem(
@@ -75,6 +81,7 @@ def split_call(call: AttentionCall) -> tuple[Problem, Operands]:
         scale=call.static_scale,
         mask=jax.tree.map(lambda _: 0, mask),
         has_bias=call.bias is not None,
+        interpret=not plgpu.is_gpu_device() if interpret is None else interpret,
     )
     lengths = (None, None)
     if mask.has_lengths:
@@ -85,7 +92,7 @@ def split_call(call: AttentionCall) -> tuple[Problem, Operands]:
     return problem, Operands(call.query, call.key, call.value, call.bias, mask.dense, *lengths)
 
 
-# ---- programs that hold one query tile (forward, dQ): grid (query tile, N, B) ----------------------
+# ---- programs that hold one query tile (forward, dQ): grid (query tile, N, B) -------------------
 
 
 def query_grid(problem: Problem, tile: Tile) -> tuple[int, int, int]:
@@ -137,7 +144,7 @@ def query_tile_specs(problem: Problem, operands: Operands, tile: Tile) -> Operan
     )
 
 
-# ---- programs that hold one key tile (dK, dV): grid (key tile, K, B) -------------------------------
+# ---- programs that hold one key tile (dK, dV): grid (key tile, K, B) ----------------------------
 
 
 def key_grid(problem: Problem, tile: Tile) -> tuple[int, int, int]:
@@ -175,7 +182,7 @@ def key_tile_specs(problem: Problem, operands: Operands, tile: Tile) -> Operands
     )
 
 
-# ---- both -----------------------------------------------------------------------------------------
+# ---- both ---------------------------------------------------------------------------------------
 
 
 def round_up(size: int, multiple: int) -> int:
@@ -184,13 +191,16 @@ def round_up(size: int, multiple: int) -> int:
 
 def _shared_specs(problem: Problem, operands: Operands, tile: Tile, *, heads: int) -> dict:
     """Specs of what is not query, key or value; a program's second grid index counts `heads`."""
-    everything = lambda array: None if array is None else pl.BlockSpec(array.shape, lambda *_: (0,))
-    return dict(
-        bias=_dense_spec(problem, operands.bias, tile, heads),
-        dense=_dense_spec(problem, operands.dense, tile, heads),
-        query_lengths=everything(operands.query_lengths),
-        key_value_lengths=everything(operands.key_value_lengths),
-    )
+
+    def everything(array: jax.Array | None) -> pl.BlockSpec | None:
+        return None if array is None else pl.BlockSpec(array.shape, lambda *_: (0,))
+
+    return {
+        "bias": _dense_spec(problem, operands.bias, tile, heads),
+        "dense": _dense_spec(problem, operands.dense, tile, heads),
+        "query_lengths": everything(operands.query_lengths),
+        "key_value_lengths": everything(operands.key_value_lengths),
+    }
 
 
 def _dense_spec(
@@ -219,10 +229,10 @@ def launch(
     grid: tuple[int, int, int],
     tile: Tile,
     name: str,
-    interpret: bool | None,
+    interpret: bool,
     aliases: dict[int, int] | None = None,
 ) -> dict[str, jax.Array]:
-    """`pl.pallas_call` for the Triton lowering, or in the interpreter where there is no GPU.
+    """`pl.pallas_call` for the Triton lowering.
 
     The kernel is called with one tree of refs for each of `inputs` and a dict of output refs.
 
@@ -230,8 +240,6 @@ def launch(
       outputs: name -> (shape and dtype, block spec).
       aliases: flat input index -> flat output index, for outputs that are not written everywhere.
     """
-    if interpret is None:
-        interpret = not plgpu.is_gpu_device()
     return pl.pallas_call(
         kernel,
         grid=grid,

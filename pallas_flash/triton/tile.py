@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,6 @@ from pallas_flash.mask import Bounds
 from pallas_flash.triton.problem import Index, Operands, Problem
 from pallas_flash.triton.tile_sizes import Tile
 
-Carry = TypeVar("Carry")
 Ref = Any
 
 
@@ -77,7 +76,8 @@ def load_vector(view: Ref, start: Index, *, below: Index | None, other: float) -
 def load_lengths(problem: Problem, refs: Operands, batch: Index) -> tuple[Index, Index]:
     """(T_b, S_b) of a batch row: scalars from memory, or the static sizes without lengths."""
     if refs.query_lengths is None:
-        return problem.sizes.T, problem.sizes.S
+        # As int32, not Python integers: a select between two of those does not lower.
+        return jnp.int32(problem.sizes.T), jnp.int32(problem.sizes.S)
     return plgpu.load(refs.query_lengths.at[batch]), plgpu.load(refs.key_value_lengths.at[batch])
 
 
@@ -87,6 +87,24 @@ def dot(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     contract = (((1,), (1 if transpose_b else 0,)), ((), ()))
     return lax.dot_general(a, b, contract, precision=precision, preferred_element_type=jnp.float32)
+
+
+def exponential(problem: Problem) -> Callable[[jax.Array], jax.Array]:
+    """2^x of float32 blocks: the GPU's own instruction (relative error 2^-22), or jnp's."""
+    # jnp.exp2 would become libdevice's function, which spends three more instructions on results
+    # below 2^-126; here those may be 0.
+    return jnp.exp2 if problem.interpret else _hardware_exp2
+
+
+def _hardware_exp2(x: jax.Array) -> jax.Array:
+    [result] = plgpu.elementwise_inline_asm(
+        "ex2.approx.ftz.f32 $0, $1;",
+        args=[x],
+        constraints="=f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )
+    return result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,15 +169,15 @@ class Logits:
         """This tile's part of a (heads, T, S) bias or mask whose broadcast axes have size 1."""
         heads, rows, columns = ref.shape
         sizes, tile = self.problem.sizes, self.tile
-        take_q = pl.ds(0, 1) if rows == 1 else pl.ds(q_start, tile.query)
-        take_k = pl.ds(0, 1) if columns == 1 else pl.ds(k_start, tile.key)
+        q_start, q_size = (0, 1) if rows == 1 else (q_start, tile.query)
+        k_start, k_size = (0, 1) if columns == 1 else (k_start, tile.key)
         keep, other = None, None
         if masked:
-            keep = (take_q.start + _ruler(take_q.size, 0) < sizes.T) & (
-                take_k.start + _ruler(take_k.size, 1) < sizes.S
-            )
+            inside_q = q_start + _ruler(q_size, 0) < sizes.T
+            keep = inside_q & (k_start + _ruler(k_size, 1) < sizes.S)
             other = jnp.zeros((), ref.dtype)
-        view = ref.at[jnp.int32(0 if heads == 1 else head), take_q, take_k]
+        head = jnp.int32(0 if heads == 1 else head)
+        view = ref.at[head, pl.ds(q_start, q_size), pl.ds(k_start, k_size)]
         block = plgpu.load(view, mask=keep, other=other)
         return block.T if self.keys_first else block
 
@@ -169,7 +187,7 @@ def _ruler(size: int, axis: int) -> jax.Array:
     return lax.broadcasted_iota(jnp.int32, (size, 1) if axis == 0 else (1, size), axis)
 
 
-def loop_tiles(
+def loop_tiles[Carry](
     bounds: Bounds,
     body: Callable[[Index, Carry, bool], Carry],
     carry: Carry,
@@ -185,16 +203,15 @@ def loop_tiles(
       before, after: whether partial tiles can occur on that side at all. A loop that cannot run
         is not compiled.
     """
-    partial = lambda tile, carry: body(tile, carry, True)
-    full = lambda tile, carry: body(tile, carry, False)
+
+    def visit(start: Index, stop: Index, masked: bool, carry: Carry) -> Carry:
+        # 32-bit bounds keep every index in the kernel 32-bit under jax_enable_x64 too.
+        start, stop = jnp.int32(start), jnp.int32(stop)
+        return lax.fori_loop(start, stop, lambda tile, carry: body(tile, carry, masked), carry)
+
     if before:
-        carry = _loop(bounds.lo, bounds.full_lo, partial, carry)
-    carry = _loop(bounds.full_lo, bounds.full_hi, full, carry)
+        carry = visit(bounds.lo, bounds.full_lo, True, carry)
+    carry = visit(bounds.full_lo, bounds.full_hi, False, carry)
     if after:
-        carry = _loop(bounds.full_hi, bounds.hi, partial, carry)
+        carry = visit(bounds.full_hi, bounds.hi, True, carry)
     return carry
-
-
-def _loop(start: Index, stop: Index, body: Callable, carry: Carry) -> Carry:
-    # 32-bit bounds keep every index in the kernel 32-bit under jax_enable_x64 too.
-    return lax.fori_loop(jnp.int32(start), jnp.int32(stop), body, carry)
