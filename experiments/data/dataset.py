@@ -126,7 +126,7 @@ def build_store(
     *,
     vocab_size: int,
     heldout_fraction: float,
-    progress: Callable[[int], None] = lambda _: None,
+    progress: Callable[[int], object] = lambda _: None,
 ) -> dict[str, Any]:
     """Trains a tokenizer on a corpus directory, encodes all of it into a store at ``out``.
 

@@ -27,7 +27,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 # C0 controls except tab and newline, and DEL: no text format means anything by them.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f]")
 _BLANK_LINES = re.compile(r"\n{3,}")
-_TRAILING_SPACE = re.compile(r"[ \t\xa0]+$", re.MULTILINE)
+_TRAILING_SPACE = re.compile(r"[ \t]+$", re.MULTILINE)
 
 
 class CorpusError(RuntimeError):
@@ -67,7 +67,7 @@ def normalize_text(text: str) -> str:
     >>> normalize_text("one \r\n\r\n\r\n\r\ntwo\x00\n")
     'one\n\ntwo'
     """
-    text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\x0c", "\n")
+    text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\x0c", "\n").replace("\xa0", " ")
     text = _CONTROL.sub("", replace_surrogates(text)[0])
     return _BLANK_LINES.sub("\n\n", _TRAILING_SPACE.sub("", text)).strip("\n")
 

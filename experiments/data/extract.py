@@ -21,9 +21,10 @@ Reader = Callable[[Path], Iterator[tuple[str, str]]]
 
 # Pages that list other pages: no prose.
 INDEX_PAGES = re.compile(
-    r"(^|/)(genindex|search|py-modindex|modindex|index-all|index-files|allclasses|allpackages"
-    r"|doc-index|print|all|sitemap|overview-tree|package-tree|constant-values|deprecated-list"
-    r"|help-doc|functions_index|http-routingtable)[^/]*\.html?$"
+    r"(^|/)(genindex|search|py-modindex|modindex|index-all|allclasses|allpackages|doc-index"
+    r"|overview-tree|package-tree|package-use|constant-values|deprecated-list|help-doc|print"
+    r"|all|sitemap|functions_index|http-routingtable)(-[^/]*)?\.html$"
+    r"|(^|/)(class-use|index-files)/"
 )
 
 
@@ -174,7 +175,9 @@ def dictd_entries(*, drop: str = r"$^", min_chars: int = 20) -> Reader:
                 spans.setdefault((_dict_number(offset), _dict_number(length)), word)
         for (offset, length), word in sorted(spans.items()):
             text = blob[offset : offset + length].decode("utf-8", errors="replace")
-            text = _dedent(dropped.sub("", _CROSS_REFERENCE.sub(r"\1", text)))
+            for _ in range(2):  # some references stand in two pairs of braces
+                text = _CROSS_REFERENCE.sub(r"\1", text)
+            text = _dedent(dropped.sub("", text))
             if len(text) >= min_chars:
                 yield f"{word}@{offset}", text
 

@@ -15,7 +15,11 @@ _DROPPED = re.compile(
     r"|<!--.*?-->|<a\s[^>]*class=\"(?:headerlink|anchor|src)\"[^>]*>.*?</a>",
     re.DOTALL | re.IGNORECASE,
 )
-_MAIN = re.compile(r"<main\b|<[a-z]+\s[^>]*\brole=\"main\"", re.IGNORECASE)
+_MAIN = re.compile(
+    r"<main\b|<[a-z]+\s[^>]*\b(?:role=\"main\"|class=\"maincolumn\"|id=\"(?:page-)?content\")",
+    re.IGNORECASE,
+)
+_HEADING_LINK = re.compile(r" ?¶$", re.MULTILINE)
 _AFTER_MAIN = re.compile(r"</main\s*>|<div\s[^>]*class=\"sphinxsidebar\"", re.IGNORECASE)
 _PRE = re.compile(r"<pre\b[^>]*>(.*?)</pre\s*>", re.DOTALL | re.IGNORECASE)
 _PARAGRAPH = re.compile(
@@ -45,7 +49,7 @@ def html_to_text(page: str) -> str:
     texts = [
         _verbatim(piece) if index % 2 else _flowed(piece) for index, piece in enumerate(pieces)
     ]
-    return normalize_text(html.unescape("".join(texts)))
+    return normalize_text(_HEADING_LINK.sub("", html.unescape("".join(texts))))
 
 
 def _flowed(piece: str) -> str:

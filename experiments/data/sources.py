@@ -219,7 +219,6 @@ _TECHDOCS = (
         _versions("llvm-{}-doc", (19, 18, 17, 16, 15, 14)),
         "Apache-2.0 with LLVM exception",
     ),
-    _manual("cppreference", "C++ reference", "cppreference-doc-en-html", "CC-BY-SA-3.0 or GFDL"),
     _manual("ghc-doc", "GHC and Haskell library documentation", "ghc-doc", "BSD-3-Clause"),
     _manual("rust-doc", "Rust documentation", "rust-doc", "MIT or Apache-2.0"),
     _manual("erlang-doc", "Erlang/OTP documentation", "erlang-doc", "Apache-2.0"),
@@ -239,7 +238,13 @@ _TECHDOCS = (
     _manual("qtbase-doc", "Qt documentation", "qtbase5-doc-html", "GFDL-1.3"),
     _manual("octave-doc", "GNU Octave manual", "octave-doc", "Free copying"),
     _manual("maxima-doc", "Maxima manual", "maxima-doc", "GPL-2"),
-    _manual("sagemath-doc", "SageMath documentation", "sagemath-doc", "CC-BY-SA-3.0"),
+    _manual(
+        "sagemath-doc",
+        "SageMath documentation",
+        "sagemath-doc",
+        "CC-BY-SA-3.0",
+        exclude=r"html/(?!en/)",
+    ),
 )
 
 SOURCES: tuple[Source, ...] = (*_BOOKS, *_REFERENCE, *_TECHDOCS)

@@ -83,7 +83,7 @@ def write_store(
     heldout_fraction: float,
     name: str,
     provenance: dict[str, Any],
-    progress: Callable[[int], None] = lambda _: None,
+    progress: Callable[[int], object] = lambda _: None,
 ) -> dict[str, Any]:
     """Encodes documents into a store and returns its description.
 
