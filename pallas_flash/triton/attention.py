@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
+from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
 from pallas_flash import vjp
@@ -37,8 +38,11 @@ class Kernels:
         return unsupported(call, platform)
 
     def sizes(self, call: AttentionCall) -> TileSizes:
+        if self.tiles is not None:
+            return self.tiles
         wider = max(call.sizes.H, call.sizes.Hv)
-        return self.tiles or default_tile_sizes(wider, call.query.dtype)
+        capability = plgpu.get_gpu_info().compute_capability if plgpu.is_gpu_device() else None
+        return default_tile_sizes(wider, call.query.dtype, capability)
 
     def forward(self, call: AttentionCall) -> tuple[Array, Array]:
         problem, operands = split_call(call, self.interpret)

@@ -54,13 +54,24 @@ def padded_head_dim(head_dim: int) -> int:
     return max(SMALLEST_DOT, 1 << (head_dim - 1).bit_length())
 
 
-def default_tile_sizes(head_dim: int, dtype: DTypeLike) -> TileSizes:
+# Compute capabilities (Ampere's and Ada's small chips, Blackwell's consumer chips) whose blocks get
+# 99 KiB of shared memory; A100 has 163 KiB and H100 227 KiB.
+SMALL_SHARED_MEMORY = (86, 89, 120, 121)
+
+
+def default_tile_sizes(
+    head_dim: int, dtype: DTypeLike, compute_capability: int | None = None
+) -> TileSizes:
     """Tiles that keep every accumulator in registers on Ampere, Ada and Hopper.
 
     A program holds its accumulators (one `query` x H forward, two `key` x H in dK/dV) and two
-    tiles of logits in the 255 registers of each of its 32 * warps threads; that, not shared
-    memory, is what bounds the tile as H grows. float32 runs without tensor cores, so its tiles
-    are small.
+    tiles of logits in the 255 registers of each of its 32 * warps threads; that, more than shared
+    memory, bounds the tile as H grows. float32 runs without tensor cores, so its tiles are small.
+
+    Args:
+      head_dim: the larger of the head dims of query and value.
+      dtype: of query, key and value.
+      compute_capability: of the GPU, as 89 for Ada's 8.9; None where shared memory is no limit.
     """
     width = padded_head_dim(head_dim)
     if jnp.dtype(dtype) == jnp.float32:
@@ -77,13 +88,12 @@ def default_tile_sizes(head_dim: int, dtype: DTypeLike) -> TileSizes:
             dq=Tile(query=128, key=64, warps=8, stages=2),
             dkv=Tile(query=64, key=128, warps=8, stages=2),
         )
-    if width == 256:
-        return TileSizes(
-            forward=Tile(query=64, key=32, warps=4, stages=2),
-            dq=Tile(query=64, key=32, warps=8, stages=2),
-            dkv=Tile(query=32, key=64, warps=8, stages=2),
-        )
-    return _same(Tile(query=16, key=16, warps=4, stages=1))
+    stages = 1 if compute_capability in SMALL_SHARED_MEMORY else 2
+    return TileSizes(
+        forward=Tile(query=64, key=32, warps=4, stages=2),
+        dq=Tile(query=64, key=32, warps=8, stages=stages),
+        dkv=Tile(query=32, key=64, warps=8, stages=stages),
+    )
 
 
 def _same(tile: Tile) -> TileSizes:
