@@ -1,0 +1,60 @@
+"""Grouped-query self-attention around `pallas_flash.dot_product_attention`."""
+
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from models.config import ModelConfig
+from models.layers import Projection, RMSNorm, residual_gain
+from models.rope import RotaryTable, apply_rotary
+from pallas_flash import dot_product_attention
+from pallas_flash.api import Implementation
+
+
+class Attention(nnx.Module):
+    """Causal self-attention of one block: project, (norm,) rotate, attend, project back.
+
+    Query head n reads key/value head n // (N / K). With QK-norm (Henry et al., arXiv:2010.04245;
+    as in Qwen-3 and OLMo 2) queries and keys are RMS-normalised over the head dim before RoPE.
+    """
+
+    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
+        self.implementation: Implementation | None = config.attention_implementation
+        dtype = config.param_dtype
+        model = (config.d_model,)
+        heads = (config.num_heads, config.head_dim)
+        kv_heads = (config.num_kv_heads, config.head_dim)
+        self.query = Projection(model, heads, param_dtype=dtype, rngs=rngs)
+        self.key = Projection(model, kv_heads, param_dtype=dtype, rngs=rngs)
+        self.value = Projection(model, kv_heads, param_dtype=dtype, rngs=rngs)
+        self.output = Projection(
+            heads, model, param_dtype=dtype, rngs=rngs, gain=residual_gain(config)
+        )
+        self.query_norm = self._head_norm(config)
+        self.key_norm = self._head_norm(config)
+
+    @staticmethod
+    def _head_norm(config: ModelConfig) -> RMSNorm | None:
+        if not config.qk_norm:
+            return None
+        return RMSNorm(config.head_dim, eps=config.norm_eps, param_dtype=config.param_dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        *,
+        rotary: RotaryTable,
+        segment_ids: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        query, key, value = self.query(x), self.key(x), self.value(x)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        attended = dot_product_attention(
+            apply_rotary(query, rotary),
+            apply_rotary(key, rotary),
+            value,
+            is_causal=True,
+            query_segment_ids=segment_ids,
+            key_value_segment_ids=segment_ids,
+            implementation=self.implementation,
+        )
+        return self.output(attended)
