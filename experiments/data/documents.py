@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import io
 import json
 import os
 import re
@@ -104,7 +103,8 @@ def write_shard(path: Path, documents: Iterable[Document], *, level: int = 10) -
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as raw:
-            with zstandard.ZstdCompressor(level=level).stream_writer(raw, closefd=False) as out:
+            packer = zstandard.ZstdCompressor(level=level, write_checksum=True)
+            with packer.stream_writer(raw, closefd=False) as out:
                 for document in documents:
                     digest.update(document)
                     line = json.dumps(dataclasses.asdict(document), ensure_ascii=False)
@@ -123,22 +123,41 @@ def read_shard(path: Path) -> Iterator[Document]:
     Raises:
       CorpusError: the file is missing, is not zstd JSON lines, or ends in the middle.
     """
+    rest = b""
+    number = 0
+    for block in _decompressed(path):
+        *lines, rest = (rest + block).split(b"\n")
+        for line in lines:
+            number += 1
+            yield _parse_line(line, where=f"{path}: line {number}")
+    if rest:
+        raise CorpusError(
+            f"{path}: ends inside line {number + 1}: delete it and build the corpus again"
+        )
+
+
+def _decompressed(path: Path) -> Iterator[bytes]:
+    """Blocks of a file of zstd frames; a frame that does not end is an error, not the end."""
+    frame = None
+    frames = 0
     try:
         with path.open("rb") as raw:
-            # read_across_frames: a shard made by concatenating shards is a valid shard.
-            reader = zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-            lines = io.TextIOWrapper(reader, encoding="utf-8", newline="\n")
-            for number, line in enumerate(lines, start=1):
-                if not line.endswith("\n"):
-                    raise CorpusError(f"{path}: ends inside line {number}: build it again")
-                yield _parse_line(line, where=f"{path}: line {number}")
+            for chunk in iter(lambda: raw.read(1 << 17), b""):
+                while chunk:
+                    if frame is None:
+                        frame = zstandard.ZstdDecompressor().decompressobj()
+                        frames += 1
+                    yield frame.decompress(chunk)
+                    chunk, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
     except FileNotFoundError:
         raise CorpusError(f"{path}: no such shard: build the corpus again") from None
-    except (zstandard.ZstdError, UnicodeDecodeError) as error:
+    except zstandard.ZstdError as error:
         raise CorpusError(f"{path}: not a zstd JSON-lines shard ({error})") from error
+    if frame is not None or not frames:
+        raise CorpusError(f"{path}: cut short: delete it and build the corpus again")
 
 
-def _parse_line(line: str, *, where: str) -> Document:
+def _parse_line(line: bytes, *, where: str) -> Document:
     try:
         row = json.loads(line)
         return Document(id=row["id"], source=row["source"], text=row["text"])
@@ -193,7 +212,8 @@ def read_corpus(directory: Path) -> Iterator[Document]:
         if digest.hexdigest() != entry["sha256"]:
             raise CorpusError(
                 f"{path}: text has sha256 {digest.hexdigest()[:12]}, manifest says "
-                f"{entry['sha256'][:12]}: the shard was changed or damaged, build it again"
+                f"{entry['sha256'][:12]}: the shard was changed or damaged: delete it and build "
+                "the corpus again"
             )
 
 
