@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 
 from pallas_flash import dropout, tiles
 from pallas_flash.call import AttentionCall, Sizes
+from pallas_flash.implementations import current_platform
 from pallas_flash.logits import Terms, Tile
 from pallas_flash.mask import row_lengths
 from pallas_flash.reference import real_rows
@@ -58,7 +59,7 @@ class ScanTiles:
         """Pack a call; every size must be at least 1."""
         sizes, mask = call.sizes, call.mask
         itemsize = jnp.promote_types(call.query.dtype, jnp.float32).itemsize
-        blocks = tiles.for_scan(sizes, itemsize)
+        blocks = tiles.for_scan(sizes, itemsize, current_platform())
         q_real, k_real = real_rows(mask, sizes.B, sizes.T, sizes.S)
         q, k, v = call.query, call.key, call.value
         if mask.query_lengths is None and not mask.has_segments:
@@ -136,10 +137,10 @@ class ScanTiles:
 
     def varying(self, carry: Carry) -> Carry:
         """Inside `shard_map`, a loop's start must vary over the mesh axes that its result does."""
-        axes = frozenset().union(*(jax.typeof(x).vma for x in jax.tree.leaves(self.call)))
+        axes = frozenset().union(*(jax.typeof(x).mat.varying for x in jax.tree.leaves(self.call)))
 
         def cast(x: Array) -> Array:
-            missing = tuple(axes - jax.typeof(x).vma)
+            missing = tuple(axes - jax.typeof(x).mat.varying)
             return lax.pcast(x, missing, to="varying") if missing else x
 
         return jax.tree.map(cast, carry) if axes else carry

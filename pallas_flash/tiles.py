@@ -32,7 +32,7 @@ def from_sram(sram_elements: int, head_dim: int) -> TileSizes:
 
         B_c = ceil(M / 4d),   B_r = min(ceil(M / 4d), d)
 
-    so that the tiles of q, k, v and the output take a quarter of the SRAM each, and the
+    so that the tiles of q, k, v and the output take about a quarter of the SRAM each, and the
     B_r x B_c tile of scores no more than B_c * d.
 
     Args:
@@ -55,39 +55,50 @@ def from_sram(sram_elements: int, head_dim: int) -> TileSizes:
     return TileSizes(block_q=min(block_kv, head_dim), block_kv=block_kv)
 
 
-# A tile of scores that fits the last-level cache of a small CPU keeps the exponentials out of
-# main memory; measured on two cores in experiments/benchmarks.
-SCORE_BYTES = 16 * 2**20
-_SMALLEST, _LARGEST = 128, 512
+@dataclasses.dataclass(frozen=True)
+class _ScanLimits:
+    """Limits on one tile of scores, all heads together: bytes, and rows or columns."""
+
+    whole_bytes: int
+    tile_bytes: int
+    smallest: int
+    largest: int
 
 
-def for_scan(sizes: Sizes, itemsize: int = 4) -> TileSizes:
+# CPU: scores that stay in a core's cache; larger tiles were up to 3 times slower on two cores at
+# B, T, N, H = 8, 512, 4, 64. Elsewhere each tile costs kernel launches, so tiles are large.
+_SCAN_CPU = _ScanLimits(whole_bytes=2**22, tile_bytes=2**20, smallest=64, largest=512)
+_SCAN_OTHER = _ScanLimits(whole_bytes=2**26, tile_bytes=2**26, smallest=128, largest=1024)
+
+
+def for_scan(sizes: Sizes, itemsize: int = 4, platform: str = "cpu") -> TileSizes:
     """Tile sizes for the scan over tiles in plain JAX.
 
-    Batch and heads are worked on together, so their product counts: square tiles, halved from 512
-    until the scores of all heads fit `SCORE_BYTES`, at least 128. A call whose whole score matrix
-    fits is one tile: short sequences, as in training small models, pay for no loop.
+    Batch and heads are worked on together, so their product counts. A call whose whole score
+    matrix is small is one tile: short sequences, as in training small models, pay for no loop.
+    Otherwise tiles are halved, keys first, until the scores of all heads fit.
 
     Args:
       sizes: of the call.
       itemsize: bytes per score.
+      platform: where it runs.
 
-    >>> for_scan(Sizes(B=16, T=256, S=256, N=4, K=4, H=32, Hv=32))
-    TileSizes(block_q=256, block_kv=256)
-    >>> for_scan(Sizes(B=1, T=16384, S=16384, N=8, K=2, H=64, Hv=64))
+    >>> for_scan(Sizes(B=16, T=128, S=128, N=4, K=4, H=32, Hv=32))
+    TileSizes(block_q=128, block_kv=128)
+    >>> for_scan(Sizes(B=8, T=512, S=512, N=4, K=4, H=64, Hv=64))
+    TileSizes(block_q=128, block_kv=64)
+    >>> for_scan(Sizes(B=1, T=16384, S=16384, N=1, K=1, H=64, Hv=64))
     TileSizes(block_q=512, block_kv=512)
     """
+    limits = _SCAN_CPU if platform == "cpu" else _SCAN_OTHER
     per_score = max(1, sizes.B * sizes.N) * itemsize
-    block_q, block_kv = min(sizes.T, 2 * _LARGEST), min(sizes.S, 2 * _LARGEST)
-    if (block_q, block_kv) != (sizes.T, sizes.S):
-        block_q, block_kv = min(block_q, _LARGEST), min(block_kv, _LARGEST)
-    while block_q * block_kv * per_score > SCORE_BYTES and max(block_q, block_kv) > _SMALLEST:
-        if block_kv >= block_q:
-            block_kv = max(_SMALLEST, _power_of_two_below(block_kv))
+    whole = max(sizes.T, sizes.S) <= limits.largest
+    if whole and sizes.T * sizes.S * per_score <= limits.whole_bytes:
+        return TileSizes(sizes.T, sizes.S)
+    block_q, block_kv = limits.largest, limits.largest
+    while block_q * block_kv * per_score > limits.tile_bytes and block_q > limits.smallest:
+        if block_kv == block_q:
+            block_kv //= 2
         else:
-            block_q = max(_SMALLEST, _power_of_two_below(block_q))
-    return TileSizes(block_q, block_kv)
-
-
-def _power_of_two_below(size: int) -> int:
-    return 2 ** ((size - 1).bit_length() - 1)
+            block_q //= 2
+    return TileSizes(min(block_q, sizes.T), min(block_kv, sizes.S))
