@@ -4,11 +4,14 @@ import doctest
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from models.cost import forward_flops_by_part, forward_flops_per_token, kv_bytes_per_token
 from models.presets import PRESETS, llama3_2_1b, smollm2_135m, table
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_table_has_one_row_a_preset_with_its_counts():
@@ -23,7 +26,9 @@ def test_table_has_one_row_a_preset_with_its_counts():
 
 def test_command_prints_the_table():
     command = [sys.executable, "-m", "models.presets"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True
+    )
     assert table() in done.stdout
     assert "causal attention as half" in done.stdout
 
