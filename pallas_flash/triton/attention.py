@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
 from pallas_flash import vjp
-from pallas_flash.call import AttentionCall, Gradients, Sizes, beyond_foundation
+from pallas_flash.call import AttentionCall, Gradients, beyond_foundation
 from pallas_flash.triton.backward import key_value_gradients, prepare, query_gradient
 from pallas_flash.triton.forward import forward as query_tiles
 from pallas_flash.triton.problem import split_call
@@ -62,13 +63,17 @@ class Kernels:
         saved = prepare(out, lse, dout, dlse)
         tiles = self.sizes(call)
         dquery = dkey = dvalue = dbias = None
-        if wanted & {"query", "bias"}:
-            dquery, ds = query_gradient(
-                problem, operands, saved, tiles.dq, with_bias="bias" in wanted
+        ds = _ds_axes(call) if "bias" in wanted else None
+        if "query" in wanted or ds in ("full", "rows"):
+            kept = ds if ds in ("full", "rows") else None
+            dquery, dbias = query_gradient(problem, operands, saved, tiles.dq, kept)
+        if wanted & {"key", "value"} or ds == "keys":
+            dkey, dvalue, by_key = key_value_gradients(
+                problem, operands, saved, tiles.dkv, with_ds=ds == "keys"
             )
-            dbias = None if ds is None else _sum_like(ds, call.bias)
-        if wanted & {"key", "value"}:
-            dkey, dvalue = key_value_gradients(problem, operands, saved, tiles.dkv)
+            dbias = by_key if ds == "keys" else dbias
+        if dbias is not None:
+            dbias = _sum_like(dbias, ds, call.bias)
         return Gradients(query=dquery, key=dkey, value=dvalue, bias=dbias)
 
 
@@ -90,27 +95,30 @@ def unsupported(call: AttentionCall, platform: str) -> str | None:
         )
     if platform not in ("cpu", "gpu"):
         return f"the Triton kernels are for NVIDIA GPUs, not for platform {platform!r}; use 'xla'"
-    return None if call.bias is None else _unsupported_bias(call.bias, sizes)
-
-
-def _unsupported_bias(bias: Array, sizes: Sizes) -> str | None:
-    if bias.dtype.name not in DTYPES:
-        return f"bias has dtype {bias.dtype.name}, the Triton kernels take {', '.join(DTYPES)}"
-    _, _, rows, columns = bias.shape
-    if (rows == 1 < sizes.T) or (columns == 1 < sizes.S):
-        # Its gradient is summed from all of dS: much memory for a small bias.
-        return (
-            f"bias has shape {bias.shape}, broadcast along queries or keys: the Triton kernels "
-            "would need a (B, N, T, S) temporary for its gradient; 'xla' does not"
-        )
+    if call.bias is not None and call.bias.dtype.name not in DTYPES:
+        return f"bias has dtype {call.bias.dtype.name}, the Triton kernels take {', '.join(DTYPES)}"
     return None
 
 
-def _sum_like(ds: Float[Array, "B N T S"], bias: Float[Array, "#B #N #T #S"] | None) -> Array:
-    """Sum dS over the axes along which the bias was broadcast."""
+def _ds_axes(call: AttentionCall) -> Literal["full", "rows", "keys"] | None:
+    """What of dS the bias's gradient needs: all, its sum over keys, or its sum over queries."""
+    if call.bias is None:
+        return None
+    _, _, rows, columns = call.bias.shape
+    if columns == 1:
+        return "rows"
+    return "keys" if rows == 1 else "full"
+
+
+def _sum_like(ds: Array, axes: str | None, bias: Array | None) -> Array:
+    """dS, already summed to the given axes, summed over the others that the bias lacks."""
     assert bias is not None
-    axes = tuple(axis for axis in range(4) if bias.shape[axis] == 1 and ds.shape[axis] != 1)
-    return jnp.sum(ds, axis=axes, keepdims=True).astype(bias.dtype)
+    if axes == "rows":
+        ds = ds[:, :, :, None]
+    elif axes == "keys":
+        ds = ds[:, :, None, :]
+    lacking = tuple(axis for axis in range(4) if bias.shape[axis] == 1 and ds.shape[axis] != 1)
+    return jnp.sum(ds, axis=lacking, keepdims=True).astype(bias.dtype)
 
 
 forward = Kernels().forward

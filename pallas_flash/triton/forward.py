@@ -25,7 +25,6 @@ import math
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from pallas_flash.triton import problem as blocks
 from pallas_flash.triton.problem import Operands, Problem
@@ -37,6 +36,7 @@ from pallas_flash.triton.tile import (
     load_rows,
     loop_tiles,
     store_rows,
+    store_vector,
 )
 from pallas_flash.triton.tile_sizes import Tile, padded_head_dim
 
@@ -115,7 +115,6 @@ def _kernel(refs: Operands, outputs: dict, *, problem: Problem, tile: Tile) -> N
     seen = l > 0
     l = jnp.where(seen, l, 1.0)
     lse = jnp.where(seen, math.log(2) * (m + jnp.log2(l)), -jnp.inf)
-    rows_below = sizes.T - q_start if edges else None
-    store_rows(outputs["out"], o / l[:, None], sizes.Hv, rows_below=rows_below)
-    inside = None if rows_below is None else jnp.arange(tile.query, dtype=jnp.int32) < rows_below
-    plgpu.store(outputs["lse"].at[:], lse, mask=inside)
+    below = sizes.T - q_start if edges else None
+    store_rows(outputs["out"], o / l[:, None], sizes.Hv, rows_below=below)
+    store_vector(outputs["lse"].at[:], lse, below=below)

@@ -73,6 +73,12 @@ def load_vector(view: Ref, start: Index, *, below: Index | None, other: float) -
     return plgpu.load(view, mask=keep, other=jnp.float32(other))
 
 
+def store_vector(view: Ref, values: jax.Array, *, below: Index | None) -> None:
+    """Store a vector over a whole view, but for elements with index >= below."""
+    keep = None if below is None else lax.iota(jnp.int32, values.shape[0]) < below
+    plgpu.store(view, values, mask=keep)
+
+
 def load_lengths(problem: Problem, refs: Operands, batch: Index) -> tuple[Index, Index]:
     """(T_b, S_b) of a batch row: scalars from memory, or the static sizes without lengths."""
     if refs.query_lengths is None:
