@@ -28,7 +28,7 @@ class Corpus:
     out: Path = Path("corpus")
     """Where the shards and the manifest go; finished sources there are kept."""
     sources: tuple[str, ...] = ()
-    """Names or groups (books_en, reference_en, techdocs_en); none mean all."""
+    """Names or groups (books_en, reference_en, techdocs_en, code); none mean all."""
     min_mb: float = 100.0
     """Less text than this (10^6 bytes) is an error."""
     workers: int | None = None

@@ -10,6 +10,7 @@ import gzip
 import re
 import string
 import struct
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,10 +42,13 @@ def find_files(root: Path, pattern: str) -> list[Path]:
 
 
 def read_text(path: Path) -> str:
-    """A text file, .gz or not: UTF-8 when it is, else Windows-1252 as old manuals are."""
+    """A text file, .gz or not."""
     data = path.read_bytes()
-    if path.suffix == ".gz":
-        data = gzip.decompress(data)
+    return decode_text(gzip.decompress(data) if path.suffix == ".gz" else data)
+
+
+def decode_text(data: bytes) -> str:
+    """UTF-8 when it is, else Windows-1252, as old manuals are."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError:
@@ -76,6 +80,36 @@ def html_pages(*, exclude: str = "", min_chars: int = 200) -> Reader:
     """Every HTML page except indexes and what ``exclude`` matches."""
     pattern = INDEX_PAGES.pattern + (f"|{exclude}" if exclude else "")
     return file_tree("*.html", html_to_text, exclude=pattern, min_chars=min_chars)
+
+
+# The mark that Go's tools agreed on; other languages' generators write much the same.
+_GENERATED = re.compile(r"^.{0,8}(?:Code )?[Gg]enerated\b.*DO NOT (?:EDIT|MODIFY)", re.MULTILINE)
+
+
+def written_code(text: str) -> str:
+    """Source code as it stands; nothing of a file that says a program wrote it."""
+    return "" if _GENERATED.search(text[:2000]) else normalize_text(text)
+
+
+def source_files(pattern: str, *, exclude: str = r"$^") -> Reader:
+    """Files of source code that people wrote."""
+    return file_tree(pattern, written_code, exclude=exclude)
+
+
+def zipped_source_files(suffix: str) -> Reader:
+    """The same out of every ``*.zip`` of a package."""
+
+    def read(root: Path) -> Iterator[tuple[str, str]]:
+        for path in find_files(root, "*.zip"):
+            with zipfile.ZipFile(path) as archive:
+                for name in sorted(archive.namelist()):
+                    if not name.endswith(suffix):
+                        continue
+                    text = written_code(decode_text(archive.read(name)))
+                    if len(text) >= 200:
+                        yield f"{path.stem}/{name}", text
+
+    return read
 
 
 def pod_files(root: Path) -> Iterator[tuple[str, str]]:

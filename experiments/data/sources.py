@@ -3,8 +3,8 @@
 Debian packages, because they are signed, versioned, mirrored everywhere and name their
 licences. A source lists several packages where the name holds a version: the first that the
 machine's release has is used. Order matters: a line that occurs in two sources is kept in the
-one that stands first (see ``corpus``), so prose stands before reference works, and those
-before manuals.
+one that stands first (see ``corpus``), so prose stands before reference works, those before
+manuals, and code comes last.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from experiments.data.extract import (
     html_pages,
     pod_files,
     r_novels,
+    source_files,
     sword_chapters,
     wordnet_glosses,
+    zipped_source_files,
 )
 
-GROUPS = ("books_en", "reference_en", "techdocs_en")
+GROUPS = ("books_en", "reference_en", "techdocs_en", "code")
 
 # Sphinx keeps the reStructuredText of every page beside the page.
 _TRANSLATIONS = r"translations/|/_sources/|/_modules/"
@@ -247,7 +249,42 @@ _TECHDOCS = (
     ),
 )
 
-SOURCES: tuple[Source, ...] = (*_BOOKS, *_REFERENCE, *_TECHDOCS)
+_CODE = (
+    Source(
+        "python-stdlib",
+        "Python standard library",
+        "code",
+        _versions("libpython3.{}-stdlib", (13, 12, 11)),
+        "PSF-2",
+        source_files("*.py", exclude=r"/(test|tests|idle_test|pydoc_data)/"),
+    ),
+    Source(
+        "go-src",
+        "Go compiler and standard library",
+        "code",
+        _versions("golang-1.{}-src", (24, 22, 19)),
+        "BSD-3-Clause",
+        source_files("*.go", exclude=r"/testdata/|/fixedbugs/|/tzdata/|/zerrors_|/zsys"),
+    ),
+    Source(
+        "rust-src",
+        "Rust compiler and standard library",
+        "code",
+        ("rust-src",),
+        "MIT or Apache-2.0",
+        source_files("*.rs", exclude=r"/(src/test|tests)/|/testdata/"),
+    ),
+    Source(
+        "openjdk-src",
+        "OpenJDK class library",
+        "code",
+        _versions("openjdk-{}-source", (21, 17)),
+        "GPL-2 with classpath exception",
+        zipped_source_files(".java"),
+    ),
+)
+
+SOURCES: tuple[Source, ...] = (*_BOOKS, *_REFERENCE, *_TECHDOCS, *_CODE)
 
 
 def select_sources(names: Sequence[str] = ()) -> tuple[Source, ...]:
