@@ -1,0 +1,1 @@
+"""Named experiments: one typed function each."""

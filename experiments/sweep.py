@@ -1,0 +1,364 @@
+"""The main job: plan an IsoFLOP grid -> train every point -> fit the scaling law -> report.
+
+    python -m experiments.sweep [run|plan|status|fit|report|work] [--preset cpu|gpu|smoke] [options]
+
+run     (default) plan if the folder is new, train what is unfinished, fit, report
+plan    show the grid and what it costs on this machine; writes nothing
+status  how far a sweep is
+fit     fit what is finished again; report: draw it again
+work    join a sweep under way as one more worker
+
+A killed sweep continues when the same command is given again.
+"""
+
+import dataclasses
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import tyro
+
+from experiments.configs.sweeps import PRESETS
+from experiments.data import CorpusError, TokenDataset, load_dataset
+from experiments.scaling import progress, runs
+from experiments.scaling.fit import FitConfig, fit_points
+from experiments.scaling.ladder import Plan, SweepConfig, make_plan, scale_budgets
+from experiments.scaling.report import summary_line, write_report
+from experiments.scaling.runs import Run, SweepError
+from experiments.scaling.worker import DeviceData, Stopped, measure_step, precompile, work
+from experiments.training.checkpoint import read_json, write_json
+
+ROOT = Path(__file__).resolve().parents[1]
+VERBS = ("run", "plan", "status", "fit", "report", "work")
+COMPILE_ALL = 1.3  # of the time for the training program, for that of evaluation too
+START_SECONDS = 6.0  # of a worker process: imports and opening the data
+EVAL_SHARE = 1 / 3  # a held-out token costs a forward pass, a third of a training token
+MARGIN = 1.15  # workers share caches and memory; the measurement ran alone
+
+
+@dataclasses.dataclass(frozen=True)
+class FolderOptions:
+    """Options of the verbs that work on an existing folder."""
+
+    out: str = "runs/sweep"  # folder of the sweep
+    bootstrap: int | None = None  # resamples; None: as the sweep says
+    delta: float | None = None  # Huber threshold; None: as the sweep says
+    parent: int | None = None  # work: stop when this process is no longer the parent
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one verb; returns the exit code. Expected failures print one line, not a traceback."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    verb = args.pop(0) if args and not args[0].startswith("-") else "run"
+    if verb not in VERBS:
+        print(f"error: unknown command {verb!r}; choose from {', '.join(VERBS)}", file=sys.stderr)
+        return 2
+    _use_compile_cache()
+    try:
+        if verb in ("run", "plan"):
+            config = parse_config(args)
+            return run_sweep(config) if verb == "run" else show_plan(config)
+        options = tyro.cli(FolderOptions, args=args, prog=f"experiments.sweep {verb}")
+        run = runs.open_run(Path(options.out))
+        return {"status": status, "fit": refit, "report": refit, "work": join}[verb](run, options)
+    except Stopped:
+        return 130
+    except KeyboardInterrupt:
+        print("\nstopped; the same command continues", file=sys.stderr)
+        return 130
+    except (SweepError, CorpusError, ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def parse_config(args: list[str]) -> SweepConfig:
+    """The preset (chosen for this machine unless named) with the fields that the options set."""
+    name = "auto"
+    for i, arg in enumerate(args):
+        if arg == "--preset" or arg.startswith("--preset="):
+            given = arg.split("=", 1)[1:] or args[i + 1 : i + 2]
+            name = given[0] if given else ""
+            args = args[:i] + args[i + (1 if "=" in arg else 2) :]
+            break
+    if name == "auto":
+        name = "gpu" if jax.default_backend() == "gpu" else "cpu"
+    if name not in PRESETS:
+        raise ValueError(f"--preset must be auto, {', '.join(PRESETS)}; got {name!r}")
+    return tyro.cli(
+        SweepConfig,
+        args=args,
+        default=PRESETS[name](),
+        prog="experiments.sweep",
+        description=f"{__doc__}\n\nDefaults below are those of --preset {name}.",
+    )
+
+
+def run_sweep(config: SweepConfig) -> int:
+    """The whole story."""
+    begun = time.monotonic()
+    dataset = open_data(config)
+    folder = Path(config.out)
+    if (folder / "config.json").exists():
+        run = runs.open_run(folder)
+        runs.check_same_sweep(run, config)
+        runs.check_same_data(run, dataset)
+        data = DeviceData(dataset)
+        print(f"{folder}: continuing, {len(run.unfinished())} of {len(run.plan.points)} left")
+    else:
+        data = DeviceData(dataset)
+        plan, scale, estimate = plan_for_machine(config, data)
+        run = runs.create_run(config, plan, scale=scale, estimate=estimate, dataset=dataset)
+        print_plan(run)
+    train_all(run, data, workers=config.workers)
+    result = fit_run(run, FitConfig(delta=config.delta, bootstrap=config.bootstrap))
+    path = write_report(run, result)
+    print(f"done in {progress.clock(time.monotonic() - begun)}")
+    print(summary_line(path, result))
+    return 0
+
+
+def open_data(config: SweepConfig) -> TokenDataset:
+    """The corpus of a sweep; auto is ./corpus when it was built, else the sample."""
+    corpus = config.corpus
+    if corpus == "auto":
+        corpus = "corpus" if Path("corpus/manifest.json").exists() else "sample"
+    return load_dataset(corpus, vocab_size=config.vocab_size)
+
+
+def show_plan(config: SweepConfig) -> int:
+    dataset = open_data(config)
+    plan, scale, estimate = plan_for_machine(config, DeviceData(dataset))
+    described = runs.describe_dataset(dataset)
+    print_plan(Run(Path(config.out), config, plan, scale, described, estimate))
+    return 0
+
+
+# ---- planning --------------------------------------------------------------------------------
+
+
+def plan_for_machine(
+    config: SweepConfig, data: DeviceData
+) -> tuple[Plan, float, dict[str, tuple[float, float]]]:
+    """A plan that fits `max_minutes` here, the factor on its budgets, and seconds per point."""
+    begun = time.monotonic()
+    tokens = len(data.dataset.train)
+    rates: dict[tuple, tuple[float, float]] = {}
+    scale = 1.0
+    for _ in range(4):
+        plan = make_plan(scale_budgets(config, scale), corpus_tokens=tokens)
+        estimate = estimate_seconds(plan, data, rates)
+        total = total_seconds({k: t + f for k, (t, f) in estimate.items()}, config.workers)
+        room = 60 * config.max_minutes - (time.monotonic() - begun)
+        if total <= room:
+            return plan, scale, estimate
+        # Leave what does not shrink with the budgets (compiling, evaluating) out of the ratio.
+        fixed = total_seconds({k: f for k, (_, f) in estimate.items()}, config.workers)
+        share = max(0.1, (0.95 * room - fixed) / max(total - fixed, 1e-9))
+        scale = float(f"{scale * min(share, 0.9):.2g}")
+    return plan, scale, estimate
+
+
+def estimate_seconds(
+    plan: Plan, data: DeviceData, rates: dict[tuple, tuple[float, float]]
+) -> dict[str, tuple[float, float]]:
+    """Seconds of one worker for each point, training and the rest, from a measured step.
+
+    On a GPU every shape is measured (utilisation differs by a factor of 5 between sizes, and the
+    programs are needed anyway); on a CPU one middle shape stands for all.
+    """
+    on_cpu = jax.default_backend() == "cpu"
+    shapes = {p.shape: p for p in sorted(plan.points, key=lambda p: p.flops_per_token)}
+    new = [p for shape, p in shapes.items() if shape not in rates]
+    if on_cpu:
+        new = [] if rates else [new[len(new) // 2]]
+    else:
+        precompile(new, data)
+    for point in new:
+        step, compiling = measure_step(point, data)
+        step_flops = point.flops_per_token * point.batch_size * point.seq_len
+        rates[point.shape] = (step / step_flops, COMPILE_ALL * compiling if on_cpu else 0.0)
+    seconds, seen = {}, set()
+    for point in plan.points:
+        per_flop, compiling = rates.get(point.shape) or next(iter(rates.values()))
+        fixed = EVAL_SHARE * point.flops_per_token * point.heldout_tokens * per_flop
+        if point.shape not in seen:
+            fixed += compiling
+            seen.add(point.shape)
+        seconds[point.id] = (MARGIN * per_flop * point.flops, MARGIN * fixed)
+    return seconds
+
+
+def total_seconds(seconds: dict[str, float], workers: int) -> float:
+    """Wall time: work shared by the workers, but never less than the longest point."""
+    start = START_SECONDS if workers > 1 else 0.0
+    return start + max(sum(seconds.values()) / workers, max(seconds.values()))
+
+
+def print_plan(run: Run) -> None:
+    """The grid and its cost as a table."""
+    seconds = {k: training + rest for k, (training, rest) in run.estimate.items()}
+    header = ("point", "N", "D", "D/N", "steps", "epochs", "lr", "FLOPs", "seconds")
+    rows = [
+        (
+            p.id,
+            f"{p.params:,}",
+            f"{p.tokens:,}",
+            f"{p.tokens / p.params:.3g}",
+            f"{p.steps:,}",
+            f"{p.tokens / run.dataset['train_tokens']:.2f}",
+            f"{p.lr:.2g}",
+            f"{p.flops:.3g}",
+            f"{seconds[p.id]:.1f}",
+        )
+        for p in run.plan.points
+    ]
+    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
+    for row in (header, *rows):
+        cells = [row[0].ljust(widths[0])]
+        print("  ".join(cells + [c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)]))
+    for note in run.plan.notes:
+        print(f"- {note}")
+    if run.scale != 1:
+        print(
+            f"- budgets are {run.scale:g} of what was asked, to fit --max-minutes "
+            f"{run.config.max_minutes:g} at the rate measured here"
+        )
+    workers = run.config.workers
+    total = total_seconds(seconds, workers)
+    print(
+        f"{len(rows)} points, {run.plan.flops:.3g} FLOPs on {run.dataset['name']} "
+        f"({run.dataset['train_tokens']:,} training tokens), about {progress.clock(total)} with "
+        f"{workers} worker{'s' if workers > 1 else ''}, compiling included"
+    )
+
+
+# ---- training --------------------------------------------------------------------------------
+
+
+def train_all(run: Run, data: DeviceData, *, workers: int) -> None:
+    """Finish every point, in this process or in several.
+
+    Raises:
+      SweepError: a worker failed, or points are unfinished because another process holds them.
+    """
+    if not run.unfinished():
+        return
+    workers = min(workers, len(run.unfinished()))
+    with progress.Watcher(run, workers=workers):
+        if workers == 1:
+            work(run, data)
+        else:
+            _run_workers(run, workers)
+    left = run.unfinished()
+    if left:
+        raise SweepError(
+            f"{len(left)} points are held by another process ({left[0].id}, ...); when it is done "
+            "give the same command again"
+        )
+
+
+def _run_workers(run: Run, count: int) -> None:
+    if jax.default_backend() != "cpu":
+        raise SweepError(
+            "--workers above 1 is for CPUs: this process already holds the GPU. For one worker "
+            "per GPU start `python -m experiments.sweep work` with CUDA_VISIBLE_DEVICES set"
+        )
+    command = [sys.executable, "-m", "experiments.sweep", "work", "--out", str(run.folder)]
+    command += ["--parent", str(os.getpid())]
+    # One thread each: operations of small models are too short to be worth sharing out.
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    env = os.environ | {"XLA_FLAGS": flags.strip(), "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
+    logs = [run.folder / f"worker-{i}.log" for i in range(count)]
+    children = []
+    try:
+        for log in logs:
+            with open(log, "w") as file:
+                children.append(subprocess.Popen(command, env=env, stdout=file, stderr=file))
+        while any(child.poll() is None for child in children):
+            time.sleep(0.2)
+            failed = [i for i, child in enumerate(children) if child.poll()]
+            if failed:
+                tail = logs[failed[0]].read_text(errors="replace").strip().splitlines()[-3:]
+                raise SweepError(
+                    f"a worker failed (exit code {children[failed[0]].returncode}, see "
+                    f"{logs[failed[0]]}): {' | '.join(tail) or 'no output'}. Finished points are "
+                    "kept; the same command continues"
+                )
+    finally:
+        for child in children:
+            if child.poll() is None:
+                child.terminate()
+        for child in children:
+            child.wait()
+
+
+def join(run: Run, options: FolderOptions) -> int:
+    """Be one more worker of a sweep."""
+    dataset = open_data(run.config)
+    runs.check_same_data(run, dataset)
+    parent = options.parent
+    work(run, DeviceData(dataset), stop=lambda: parent is not None and os.getppid() != parent)
+    return 0
+
+
+# ---- after training --------------------------------------------------------------------------
+
+
+def fit_run(run: Run, config: FitConfig) -> dict:
+    """Fit the finished points and write fit.json.
+
+    Raises:
+      SweepError: nothing is finished.
+    """
+    points = runs.collect_points(run)
+    if not len(points):
+        raise SweepError(f"{run.folder}: no point is finished, nothing to fit")
+    result = fit_points(points, config=config)
+    write_json(run.folder / "fit.json", result)
+    for warning in result["warnings"]:
+        print(f"warning: {warning['message']}")
+    return result
+
+
+def refit(run: Run, options: FolderOptions) -> int:
+    """Fit and report again, with other fit options if given."""
+    config = FitConfig(
+        delta=options.delta or run.config.delta,
+        bootstrap=run.config.bootstrap if options.bootstrap is None else options.bootstrap,
+    )
+    result = fit_run(run, config)
+    print(summary_line(write_report(run, result), result))
+    return 0
+
+
+def status(run: Run, _: FolderOptions) -> int:
+    """One line per point, and how far the whole is."""
+    now = progress.standing(run)
+    for point in run.plan.points:
+        result = run.result(point)
+        if result is None:
+            state = f"{run.steps_done(point):,}/{point.steps:,} steps"
+        else:
+            loss = result["loss"]
+            state = result["status"] if loss is None else f"loss {loss:.4f}"
+        print(f"{point.id:<24} {state}")
+    share = now.work_done / now.work
+    print(f"{now.points_done} of {now.points} points, {share:.0%} of the work ({run.folder})")
+    if (run.folder / "fit.json").exists() and now.points_done == now.points:
+        print(summary_line(run.folder / "report.html", read_json(run.folder / "fit.json")))
+    return 0
+
+
+def _use_compile_cache() -> None:
+    """Keep compiled programs on disk: workers and later sweeps of the same shapes reuse them."""
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        jax.config.update("jax_compilation_cache_dir", ".jax_cache")
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
