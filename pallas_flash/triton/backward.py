@@ -65,10 +65,10 @@ def prepare(out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | N
     delta = delta.transpose(0, 2, 1)
     if dlse is not None:
         delta -= dlse
-    seen = lse > -jnp.inf
+    unseen = lse == -jnp.inf
     # dO may be NaN behind a sequence's end, and 0 * NaN would pass it on.
-    delta = jnp.where(seen, delta, 0.0)
-    return Saved(dout.astype(out.dtype), jnp.where(seen, lse * LOG2_E, jnp.inf), delta)
+    delta = jnp.where(unseen, 0.0, delta)
+    return Saved(dout.astype(out.dtype), jnp.where(unseen, jnp.inf, lse * LOG2_E), delta)
 
 
 # ---- dQ -----------------------------------------------------------------------------------------

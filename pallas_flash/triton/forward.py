@@ -111,10 +111,10 @@ def _kernel(refs: Operands, outputs: dict, *, problem: Problem, tile: Tile) -> N
         after=edges or mask.right is not None,
     )
 
-    # A row that saw no key has l = 0: output 0 and LSE -inf.
-    seen = l > 0
-    l = jnp.where(seen, l, 1.0)
-    lse = jnp.where(seen, math.log(2) * (m + jnp.log2(l)), -jnp.inf)
+    # A row that saw no key has l = 0: output 0 and LSE -inf. (Not l > 0: NaN must show.)
+    unseen = l == 0
+    l = jnp.where(unseen, 1.0, l)
+    lse = jnp.where(unseen, -jnp.inf, math.log(2) * (m + jnp.log2(l)))
     below = sizes.T - q_start if edges else None
     store_rows(outputs["out"], o / l[:, None], sizes.Hv, rows_below=below)
     store_vector(outputs["lse"].at[:], lse, below=below)
