@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -12,7 +12,6 @@ from pallas_flash import checks, dropout, implementations, reference, vjp
 from pallas_flash.call import AttentionCall, PerHead
 from pallas_flash.mask import Alignment, PerRow
 
-Implementation = Literal["reference", "xla", "triton", "mosaic"]
 Window = int | tuple[int | None, int | None]
 
 
@@ -28,7 +27,7 @@ def dot_product_attention(
     query_seq_lengths: PerRow | None = None,
     key_value_seq_lengths: PerRow | None = None,
     local_window_size: Window | None = None,
-    implementation: Implementation | None = None,
+    implementation: str | None = None,
     return_residual: bool = False,
     causal_alignment: Alignment = "top_left",
     query_segment_ids: Int[Array, "*B T"] | None = None,

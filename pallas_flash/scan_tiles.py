@@ -278,10 +278,10 @@ def take_tile(x: Array, *cuts: Cut) -> Array:
     if not cuts:
         return x
     if not _by_row(cuts):
-        starts, sizes = [0] * x.ndim, list(x.shape)
-        for axis, number, block in cuts:
-            starts[axis], sizes[axis] = number * block, block
-        return lax.dynamic_slice(x, starts, sizes)
+        sizes = list(x.shape)
+        for axis, _, block in cuts:
+            sizes[axis] = block
+        return lax.dynamic_slice(x, _starts(x, cuts), sizes)
     numbers, axes = _numbers(cuts)
     broadcast = x.shape[0] == 1
 
@@ -297,9 +297,7 @@ def add_tile(total: Array, update: Array, *cuts: Cut) -> Array:
     if not cuts:
         return total + update
     if not _by_row(cuts):
-        starts = [0] * total.ndim
-        for axis, number, block in cuts:
-            starts[axis] = number * block
+        starts = _starts(total, cuts)
         old = lax.dynamic_slice(total, starts, update.shape)
         return lax.dynamic_update_slice(total, old + update, starts)
     numbers, axes = _numbers(cuts)
@@ -316,6 +314,13 @@ def add_tile(total: Array, update: Array, *cuts: Cut) -> Array:
         return add_tile(total[0], update[b], *_inner(cuts, mine))[None]
 
     return lax.fori_loop(0, update.shape[0], add_row, total)
+
+
+def _starts(x: Array, cuts: tuple[Cut, ...]) -> list[Array]:
+    starts = [jnp.int32(0)] * x.ndim
+    for axis, number, block in cuts:
+        starts[axis] = jnp.asarray(number, jnp.int32) * block
+    return starts
 
 
 def _real_cuts(x: Array, cuts: tuple[Cut, ...]) -> tuple[Cut, ...]:
