@@ -3,7 +3,8 @@
 Two stages, each restartable. *Extract* handles sources in parallel, one shard per source
 under ``OUT/extracted``; a finished source is never fetched again. *Deduplicate* passes over
 them in the table's order and keeps the first copy of every line of 30 characters or more in
-the whole corpus, which takes away page furniture and licence headers; it costs seconds, and
+the whole corpus, which takes away page furniture and licence texts; source code, which a
+missing line would break, is kept or dropped by whole files. It costs a minute or two, and
 runs again whenever the set of sources changed. So the result depends on which sources are in
 it, never on the order or the number of runs that built it.
 """
@@ -211,27 +212,28 @@ def check_pins(records: dict[str, dict[str, Any]], pins: Path, *, strict: bool) 
     """Compares extracted text with the checksums that are known for the package's version.
 
     Raises:
-      CorpusError: under ``strict``, one line per source that differs or is not pinned.
+      CorpusError: under ``strict``, when a source differs or is not pinned.
     """
     known = json.loads(pins.read_text(encoding="utf-8")) if pins.is_file() else {}
-    problems = []
+    differ, unknown = [], []
     for name, record in records.items():
-        versions = known.get(name, {})
-        expected = versions.get(f"{record['package']} {record['version']}")
+        version = f"{record['package']} {record['version']}"
+        expected = known.get(name, {}).get(version)
         if expected is None:
-            problems.append(
-                f"{name}: no checksum is pinned for {record['package']} {record['version']} "
-                f"(pinned: {', '.join(versions) or 'none'})"
-            )
+            unknown.append(f"{name} ({version})")
         elif expected != record["sha256"]:
-            problems.append(
-                f"{name}: text of {record['package']} {record['version']} has sha256 "
-                f"{record['sha256'][:12]}, pinned is {expected[:12]}: results are not comparable "
-                "with those of the pinned text"
+            differ.append(
+                f"{name}: text of {version} has sha256 {record['sha256'][:12]}, pinned is "
+                f"{expected[:12]}: results are not comparable with those of the pinned text"
             )
-    if problems and strict:
-        raise CorpusError("; ".join(problems))
-    for problem in problems:
+    if unknown:
+        differ.append(
+            "no checksum is pinned for these versions, so results may differ from those of "
+            f"other machines: {', '.join(unknown)}"
+        )
+    if differ and strict:
+        raise CorpusError("; ".join(differ))
+    for problem in differ:
         logger.warning("%s", problem)
 
 
@@ -256,20 +258,38 @@ class LineDeduplicator:
     def __init__(self) -> None:
         self._seen: set[bytes] = set()
 
-    def filter(self, text: str) -> tuple[str, int]:
+    def filter_lines(self, text: str) -> tuple[str, int]:
         """The text without repeated lines, and how many were dropped."""
         kept = []
         dropped = 0
         for line in text.split("\n"):
-            key = line.strip()
-            if len(key) >= MIN_LINE:
-                digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
-                if digest in self._seen:
-                    dropped += 1
-                    continue
-                self._seen.add(digest)
+            key = _line_key(line)
+            if key is not None and key in self._seen:
+                dropped += 1
+                continue
+            if key is not None:
+                self._seen.add(key)
             kept.append(line)
         return (normalize_text("\n".join(kept)) if dropped else text), dropped
+
+    def filter_whole(self, text: str) -> tuple[str, int]:
+        """All of the text, or nothing when more than half of its long lines were seen.
+
+        For source code, which a missing line would break.
+        """
+        keys = [key for line in text.split("\n") if (key := _line_key(line)) is not None]
+        repeated = sum(key in self._seen for key in keys)
+        if 2 * repeated > len(keys):
+            return "", len(keys)
+        self._seen.update(keys)
+        return text, 0
+
+
+def _line_key(line: str) -> bytes | None:
+    line = line.strip()
+    if len(line) < MIN_LINE:
+        return None
+    return hashlib.blake2b(line.encode(), digest_size=8).digest()
 
 
 def deduplicate(
@@ -279,6 +299,7 @@ def deduplicate(
     plan = {
         "min_line": MIN_LINE,
         "min_rest": MIN_REST,
+        "code": "whole files",
         "extracted": [[source.name, records[source.name]["sha256"]] for source in sources],
     }
     existing = _existing_manifest(out)
@@ -315,11 +336,12 @@ def _deduplicate_source(
 ) -> dict[str, Any]:
     extracted = TextDigest()
     removed = {"lines": 0, "documents": 0}
+    filter_text = lines.filter_whole if source.group == "code" else lines.filter_lines
 
     def unique() -> Iterator[Document]:
         for document in read_shard(_extracted_paths(source, out)[0]):
             extracted.update(document)
-            text, dropped = lines.filter(document.text)
+            text, dropped = filter_text(document.text)
             removed["lines"] += dropped
             if dropped and len(text) < MIN_REST:
                 removed["documents"] += 1

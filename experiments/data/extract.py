@@ -86,9 +86,18 @@ def html_pages(*, exclude: str = "", min_chars: int = 200) -> Reader:
 _GENERATED = re.compile(r"^.{0,8}(?:Code )?[Gg]enerated\b.*DO NOT (?:EDIT|MODIFY)", re.MULTILINE)
 
 
+_FIRST_COMMENT = re.compile(r"\s*(?:/\*.*?\*/|(?:(?://|#)[^\n]*\n)+)", re.DOTALL)
+
+
 def written_code(text: str) -> str:
-    """Source code as it stands; nothing of a file that says a program wrote it."""
-    return "" if _GENERATED.search(text[:2000]) else normalize_text(text)
+    """Source code without the licence above it; nothing of a file that a program wrote."""
+    text = normalize_text(text)
+    if _GENERATED.search(text[:2000]):
+        return ""
+    comment = _FIRST_COMMENT.match(text)
+    if comment and "copyright" in comment[0].lower():
+        text = text[comment.end() :].lstrip("\n")
+    return text
 
 
 def source_files(pattern: str, *, exclude: str = r"$^") -> Reader:

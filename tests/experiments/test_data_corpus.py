@@ -111,7 +111,19 @@ def test_lines_are_unique_over_the_whole_corpus(two_sources, caplog):
     assert two["removed"]["documents"] == 1
     assert two["extracted"]["documents"] == 3
     assert two["extracted"]["bytes"] == two["bytes"] + two["removed"]["bytes"]
-    assert "no checksum is pinned for one 1.0" in caplog.text
+    assert "other machines: one (one 1.0), two (two 1.0)" in caplog.text
+
+
+def test_code_is_kept_or_dropped_by_whole_files():
+    lines = building.LineDeduplicator()
+    body = [f"    value_{i} = compute_something({i}, default={i})" for i in range(6)]
+    first = "\n".join(body)
+    assert lines.filter_whole(first) == (first, 0)
+    half_new = "\n".join(body[:3] + [f"{line}  # changed" for line in body[3:]])
+    assert lines.filter_whole(half_new) == (half_new, 0)
+    mostly_old = "\n".join([*body[:4], "    a_line_that_was_not_there = before()"])
+    assert lines.filter_whole(mostly_old) == ("", 5)
+    assert lines.filter_whole("short\nlines\nonly") == ("short\nlines\nonly", 0)
 
 
 def test_building_again_changes_nothing_and_completes_a_killed_run(two_sources):
@@ -158,7 +170,8 @@ def test_pins_warn_or_stop(two_sources, tmp_path, caplog):
     records["two"]["version"] = "2.0"
     building.check_pins(records, pins, strict=False)
     assert "one: text of one 1.0 has sha256 000000000000, pinned is" in caplog.text
-    assert "two: no checksum is pinned for two 2.0 (pinned: two 1.0)" in caplog.text
+    assert "no checksum is pinned for these versions" in caplog.text
+    assert "two (two 2.0)" in caplog.text
     with pytest.raises(CorpusError, match="one: text of one"):
         building.check_pins(records, pins, strict=True)
 

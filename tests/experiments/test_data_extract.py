@@ -193,6 +193,10 @@ def test_code_that_people_wrote(tmp_path):
     _write(tmp_path / "src/testdata/c.go", code)
     documents = dict(source_files("*.go", exclude="/testdata/")(tmp_path))
     assert documents == {"src/a.go": code.strip("\n")}
+    licensed = f"/*\n * Copyright 2020 A. Person\n */\n\n/* What it does. */\n{code}"
+    _write(tmp_path / "src/a.go", licensed)
+    documents = dict(source_files("*.go", exclude="/testdata/")(tmp_path))
+    assert documents["src/a.go"].startswith("/* What it does. */\npackage main")
     with zipfile.ZipFile(tmp_path / "src.zip", "w") as archive:
         archive.writestr("java/lang/B.java", code)
         archive.writestr("java/lang/A.java", "/* caf\xe9 */" + code)
