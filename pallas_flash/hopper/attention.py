@@ -1,0 +1,69 @@
+"""The Hopper kernels as one implementation of an `AttentionCall` (see `pallas_flash.call`)."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+from jaxtyping import Array
+
+from pallas_flash.call import AttentionCall, beyond_foundation
+from pallas_flash.hopper.forward import forward as query_tiles
+from pallas_flash.hopper.tile_sizes import ROWS, default_forward_tiles
+from pallas_flash.triton.attention import backward
+
+# Until the Hopper backward exists the Triton one takes over: it needs the same residuals.
+__all__ = ["NAME", "backward", "forward", "unsupported"]
+
+NAME = "mosaic"
+DTYPES = ("bfloat16", "float16")
+LARGEST_HEAD_DIM = 256
+
+
+def unsupported(call: AttentionCall, platform: str) -> str | None:
+    """Why these kernels cannot serve the call, naming the argument; None when they can."""
+    sizes = call.sizes
+    argument = beyond_foundation(call)
+    if argument is not None:
+        return f"the Hopper kernels do not serve {argument} yet; 'xla' does"
+    if call.bias is not None:
+        return "the Hopper kernels do not serve bias yet; 'triton' and 'xla' do"
+    if call.mask.dense is not None:
+        return "the Hopper kernels do not serve a dense mask yet; 'triton' and 'xla' do"
+    if call.query.dtype.name not in DTYPES:
+        return (
+            f"query has dtype {call.query.dtype.name}, the Hopper kernels take "
+            f"{' and '.join(DTYPES)}; cast, or use 'triton' or 'xla'"
+        )
+    for name, dim in (("query", sizes.H), ("value", sizes.Hv)):
+        if dim % ROWS or dim > LARGEST_HEAD_DIM:
+            return (
+                f"{name} has head dim {dim}, the Hopper kernels take 64, 128, 192 and 256 so far; "
+                "'triton' takes any up to 256"
+            )
+    return _wrong_device(platform)
+
+
+def _wrong_device(platform: str) -> str | None:
+    if platform != "gpu":
+        return f"the Hopper kernels need a GPU of compute capability 9.0, not {platform!r}"
+    capability = _device_property("compute_capability")
+    if capability != "9.0":
+        return (
+            f"the Hopper kernels need a GPU of compute capability 9.0, this one has {capability}; "
+            "use 'triton' or 'xla'"
+        )
+    return None
+
+
+@functools.cache
+def _device_property(name: str) -> str | int | None:
+    return getattr(jax.local_devices(backend="gpu")[0], name, None)
+
+
+def forward(call: AttentionCall) -> tuple[Array, Array]:
+    """Output and LSE, see `pallas_flash.hopper.forward`."""
+    sizes = call.sizes
+    multiprocessors = _device_property("core_count")
+    assert isinstance(multiprocessors, int)
+    return query_tiles(call, default_forward_tiles(sizes.H, sizes.Hv), multiprocessors)

@@ -1,0 +1,122 @@
+"""Tile sizes of the Hopper forward: a tuned table, a rule for the rest, and the budget of both.
+
+Shared memory holds the query tile, a ring of key and value tiles, and the output tile on its way
+out. Registers (per thread of a consumer warpgroup, which owns 64 query rows) hold the output
+accumulator (Hv / 2), the logits (keys / 2), the probabilities (keys / 4) and, where they fit, the
+queries (H / 4). Warpgroups get 240 registers a thread when there are two, 160 when there are three.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+ROWS = 64
+"""Query rows of one consumer warpgroup: the M of a wgmma."""
+SMEM_LIMIT = 232_448
+"""Bytes of shared memory that one CTA can have on sm_90."""
+SMEM_OVERHEAD = 1024
+"""Barriers and alignment."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ForwardTiles:
+    """How the forward kernel cuts one call.
+
+    Attributes:
+      keys: keys per tile; a multiple of 64 (the swizzle of a 16-bit operand), at most 256.
+      stages: key and value tiles in flight.
+      consumers: warpgroups that multiply, 64 query rows each; 2 or 3.
+      query_in_registers: hold the query tile in registers: a quarter of the shared-memory reads
+        of Q K^T less, H / 4 registers more.
+      output_in_query: write the output through the query's shared memory; saves a tile, but the
+        next query tile cannot be fetched early.
+      cluster: CTAs that take neighbouring query tiles and share each key and value tile by
+        multicast, so that each reads half of them from L2; 1 or 2.
+      pingpong: make the warpgroups take turns at issuing their matrix products.
+    """
+
+    keys: int = 128
+    stages: int = 2
+    consumers: int = 2
+    query_in_registers: bool = True
+    output_in_query: bool = False
+    cluster: int = 1
+    pingpong: bool = False
+
+    def __post_init__(self) -> None:
+        if self.keys % 64 or not 64 <= self.keys <= 256:
+            raise ValueError(f"keys must be 64, 128, 192 or 256, got {self.keys}")
+        if self.stages < 2:
+            raise ValueError(f"stages must be at least 2, got {self.stages}")
+        if self.consumers not in (2, 3):
+            raise ValueError(f"consumers must be 2 or 3, got {self.consumers}")
+        if self.cluster not in (1, 2):
+            raise ValueError(f"cluster must be 1 or 2, got {self.cluster}")
+
+    @property
+    def queries(self) -> int:
+        """Query rows of one CTA."""
+        return ROWS * self.consumers
+
+    @property
+    def consumer_registers(self) -> int:
+        return 240 if self.consumers == 2 else 160
+
+    @property
+    def producer_registers(self) -> int:
+        return 24 if self.consumers == 2 else 32
+
+    def shared_bytes(self, head_dim: int, value_dim: int, itemsize: int = 2) -> int:
+        """Bytes of shared memory that a CTA needs."""
+        query = self.queries * head_dim
+        ring = self.stages * self.keys * (head_dim + value_dim)
+        output = 0 if self.output_in_query else self.queries * value_dim
+        lse = 4 * self.queries
+        return (query + ring + output) * itemsize + lse + SMEM_OVERHEAD
+
+    def check(self, head_dim: int, value_dim: int) -> None:
+        """Raise before the launch when the tiles cannot fit.
+
+        >>> ForwardTiles(keys=256).check(128, 128)
+        Traceback (most recent call last):
+        ...
+        ValueError: ForwardTiles(keys=256, stages=2, consumers=2) with head dims 128 and 128 need \
+329216 bytes of shared memory, a CTA has 232448: use fewer keys, stages or consumers
+        """
+        need = self.shared_bytes(head_dim, value_dim)
+        if need > SMEM_LIMIT:
+            raise ValueError(
+                f"ForwardTiles(keys={self.keys}, stages={self.stages}, consumers={self.consumers}) "
+                f"with head dims {head_dim} and {value_dim} need {need} bytes of shared memory, "
+                f"a CTA has {SMEM_LIMIT}: use fewer keys, stages or consumers"
+            )
+        if self.output_in_query and head_dim != value_dim:
+            raise ValueError("output_in_query needs equal head dims of query and value")
+
+
+# (head dim, value dim) -> tiles, timed on an H200; see experiments/LOG.md.
+TUNED = {
+    (64, 64): ForwardTiles(keys=128, consumers=3, query_in_registers=False),
+    (128, 128): ForwardTiles(keys=128, consumers=2, query_in_registers=True, cluster=2),
+    (256, 256): ForwardTiles(
+        keys=64, consumers=2, query_in_registers=False, output_in_query=True, cluster=2
+    ),
+}
+
+
+def default_forward_tiles(head_dim: int, value_dim: int) -> ForwardTiles:
+    """The tuned tiles of these head dims, or by rule the most keys that fit both budgets.
+
+    >>> default_forward_tiles(192, 128)
+    ForwardTiles(keys=64, stages=2, consumers=2, query_in_registers=False, \
+output_in_query=False, cluster=1, pingpong=False)
+    """
+    tuned = TUNED.get((head_dim, value_dim))
+    if tuned is not None:
+        return tuned
+    for keys in (128, 64):
+        tiles = ForwardTiles(keys=keys, query_in_registers=False)
+        registers = value_dim // 2 + keys // 2 + keys // 4
+        if tiles.shared_bytes(head_dim, value_dim) <= SMEM_LIMIT and registers <= 190:
+            return tiles
+    raise ValueError(f"no Hopper tiles for head dims {head_dim} and {value_dim}; at most 256 fit")

@@ -1,0 +1,160 @@
+"""The Hopper forward compiled on its GPU: `pytest -m gpu tests/gpu`."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_flash
+from pallas_flash.shapes import Case
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs an NVIDIA GPU"),
+]
+
+CASES = (
+    Case("plain", T=512, S=512, N=4, K=4, H=128),
+    Case("causal", T=1024, S=1024, N=4, K=2, H=128, is_causal=True),
+    Case("ragged", T=1003, S=997, N=2, K=1, H=128, is_causal=True),
+    Case("tall", T=777, S=130, N=2, K=2, H=64, is_causal=True),
+    Case("wide", T=130, S=1304, N=2, K=1, H=64),
+    Case("one-query", T=1, S=300, N=2, K=2, H=64),
+    Case("window", T=1000, S=1000, N=2, K=2, H=64, is_causal=True, window=(100, 0)),
+    Case("band", T=1000, S=1000, N=2, K=2, H=128, window=(70, 40)),
+    Case("far-window", T=2048, S=2048, N=1, K=1, H=256, is_causal=True, window=(300, 0)),
+    Case("d256", T=600, S=600, N=2, K=1, H=256, is_causal=True),
+    Case("mla", T=520, S=520, N=2, K=2, H=192, Hv=128, is_causal=True),
+    Case("lengths", B=3, T=600, S=700, N=2, K=2, H=128, q_lengths=True, kv_lengths=True),
+    Case("lengths-causal", B=3, T=600, S=600, N=2, K=1, H=64, is_causal=True, kv_lengths=True),
+    Case("lengths-256", B=3, T=300, S=500, N=2, K=2, H=256, kv_lengths=True),
+    Case("long", B=1, T=4096, S=4096, N=8, K=2, H=128, is_causal=True),
+    Case("long-64", B=1, T=4096, S=4096, N=8, K=8, H=64),
+    Case("many-heads", B=40, T=130, S=130, N=40, K=40, H=64, is_causal=True),
+)
+
+
+def draw(case: Case, dtype=jnp.bfloat16):
+    rng = np.random.default_rng([1, *case.name.encode()])
+    B, T, S, N, K, H, Hv = case.sizes
+    arrays = [
+        jnp.asarray(rng.standard_normal(shape), dtype)
+        for shape in ((B, T, N, H), (B, S, K, H), (B, S, K, Hv))
+    ]
+    others = {"is_causal": case.is_causal, "local_window_size": case.window}
+    lengths = {
+        "query_seq_lengths": (case.q_lengths, T),
+        "key_value_seq_lengths": (case.kv_lengths, S),
+    }
+    for name, (drawn, size) in lengths.items():
+        if drawn:
+            row = rng.integers(1, size + 1, B)
+            row[0], row[-1] = size, 0
+            others[name] = jnp.asarray(row, jnp.int32)
+    return arrays, others
+
+
+def attend(arrays, others, implementation):
+    return jax.jit(
+        lambda arrays: pallas_flash.dot_product_attention(
+            *arrays, **others, implementation=implementation, return_residual=True
+        )
+    )(arrays)
+
+
+def relative_error(got, want) -> float:
+    got, want = (np.asarray(x, np.float64) for x in (got, want))
+    assert np.isfinite(got).all()
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def dense_bfloat16_error(case: Case) -> float:
+    """Error of the textbook computation with its matrices in the input dtype."""
+    arrays, others = draw(case)
+    others = {name: x for name, x in others.items() if not name.endswith("lengths")}
+    want, _ = attend([x.astype(jnp.float32) for x in arrays], others, "reference")
+    _, T, S, N, K, H, _ = case.sizes
+    q, k, v = arrays
+    k, v = (jnp.repeat(x, N // K, axis=2) for x in (k, v))
+    logits = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32) * H**-0.5
+    i, j = jnp.arange(T)[:, None], jnp.arange(S)
+    seen = jnp.ones((T, S), bool)
+    left, right = case.window or (None, None)
+    if case.is_causal:
+        right = 0
+    if left is not None:
+        seen &= j >= i - left
+    if right is not None:
+        seen &= j <= i + right
+    p = jax.nn.softmax(jnp.where(seen, logits, -1e30), axis=-1).astype(q.dtype)
+    out = jnp.einsum("bnts,bsnh->btnh", p, v)
+    rows = np.asarray(seen.any(axis=-1))
+    return relative_error(out[:, rows], np.asarray(want)[:, rows])
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_errors_are_those_of_bfloat16(case):
+    arrays, others = draw(case)
+    want, want_lse = attend([x.astype(jnp.float32) for x in arrays], others, "reference")
+    out, lse = attend(arrays, others, "mosaic")
+    assert out.dtype == jnp.bfloat16
+    assert lse.dtype == jnp.float32
+    assert relative_error(out, want) <= 2 * dense_bfloat16_error(case)
+    finite = np.isfinite(np.asarray(want_lse))
+    assert (np.isfinite(np.asarray(lse)) == finite).all()
+    np.testing.assert_allclose(
+        np.asarray(lse)[finite], np.asarray(want_lse)[finite], rtol=1e-4, atol=1e-4
+    )
+
+
+@pytest.mark.parametrize("H", [64, 128, 256])
+def test_nothing_behind_a_length_leaks(H):
+    case = Case(f"poison-{H}", B=3, T=500, S=600, N=2, K=2, H=H, q_lengths=True, kv_lengths=True)
+    (q, k, v), others = draw(case)
+    q_hidden = jnp.arange(case.T) >= others["query_seq_lengths"][:, None]
+    k_hidden = jnp.arange(case.S) >= others["key_value_seq_lengths"][:, None]
+    poisoned = [
+        jnp.where(hidden[:, :, None, None], jnp.nan, x)
+        for x, hidden in ((q, q_hidden), (k, k_hidden), (v, k_hidden))
+    ]
+    clean, poisoned = (attend(x, others, "mosaic") for x in ([q, k, v], poisoned))
+    for got, want in zip(poisoned, clean, strict=True):
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.4, 3.0])
+def test_any_scale(scale):
+    arrays, _ = draw(Case("scale", T=300, S=300, N=2, K=2, H=64))
+    others = {"scale": scale}
+    want, _ = attend([x.astype(jnp.float32) for x in arrays], others, "reference")
+    out, _ = attend(arrays, others, "mosaic")
+    assert relative_error(out, want) < 5e-3
+
+
+def test_float16():
+    arrays, others = draw(Case("f16", T=300, S=300, N=2, K=2, H=128), jnp.float16)
+    want, _ = attend([x.astype(jnp.float32) for x in arrays], others, "reference")
+    out, _ = attend(arrays, others, "mosaic")
+    assert relative_error(out, want) < 1e-3
+
+
+def test_gradients_flow_through_its_residuals():
+    case = Case("grads", T=500, S=500, N=4, K=2, H=128, is_causal=True)
+    arrays, others = draw(case)
+
+    def loss(arrays, implementation):
+        out = pallas_flash.dot_product_attention(*arrays, **others, implementation=implementation)
+        return jnp.sum(jnp.sin(out.astype(jnp.float32)))
+
+    got = jax.jit(jax.grad(lambda a: loss(a, "mosaic")))(arrays)
+    exact = [x.astype(jnp.float32) for x in arrays]
+    want = jax.jit(jax.grad(lambda a: loss(a, "reference")))(exact)
+    for g, w in zip(got, want, strict=True):
+        assert relative_error(g, w) < 2e-2
+
+
+def test_repeats_are_bitwise_equal():
+    arrays, others = draw(Case("repeat", B=2, T=2048, S=2048, N=8, K=8, H=128, is_causal=True))
+    first = np.asarray(attend(arrays, others, "mosaic")[0])
+    for _ in range(20):
+        np.testing.assert_array_equal(np.asarray(attend(arrays, others, "mosaic")[0]), first)
