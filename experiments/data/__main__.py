@@ -71,6 +71,7 @@ class Tokenize:
     def run(self) -> None:
         directory = SAMPLE_DIR if str(self.corpus) == "sample" else self.corpus
         size = sum(entry["bytes"] for entry in read_manifest(directory)["sources"])
+        print("training the tokenizer (about a minute), then encoding", file=sys.stderr)
         with tqdm(total=size, desc="tokenize", unit="B", unit_scale=True) as bar:
             build_store(
                 directory,

@@ -108,6 +108,8 @@ def extract_all(
         return records
     packages = Packages(out / "packages")
     _check_disk(out)
+    for half in (out / "extracted").glob("*.tmp"):
+        half.unlink()
     # spawn: the parent may hold threads of the tokenizer or of JAX, which fork would copy dead.
     context = multiprocessing.get_context("spawn")
     with (
@@ -306,7 +308,8 @@ def deduplicate(
     if existing is not None and existing["plan"] == plan:
         return existing
     (out / MANIFEST_NAME).unlink(missing_ok=True)
-    for stale in out.glob("*.jsonl.zst"):
+    # Shards of another set of sources, and halves that a kill left behind.
+    for stale in (*out.glob("*.jsonl.zst"), *out.glob("*.jsonl.zst.*.tmp")):
         stale.unlink()
     lines = LineDeduplicator()
     entries = []

@@ -132,6 +132,7 @@ def test_building_again_changes_nothing_and_completes_a_killed_run(two_sources):
     building.build_corpus(two_sources, min_mb=0)
     (two_sources / "manifest.json").unlink()  # what a kill in the second stage leaves
     (two_sources / "one.jsonl.zst").write_bytes(b"half")
+    (two_sources / "two.jsonl.zst.77.tmp").write_bytes(b"half")
     building.build_corpus(two_sources, min_mb=0)
     after = {path.name: path.read_bytes() for path in two_sources.iterdir() if path.is_file()}
     assert before == after
