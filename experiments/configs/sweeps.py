@@ -24,12 +24,14 @@ def cores() -> int:
 def cpu() -> SweepConfig:
     """Minutes on two cores: byte-level models of 4 k to 240 k parameters on the sample corpus."""
     return SweepConfig(
-        budgets=(6e10, 2.2e11, 8e11),
+        budgets=(6e10, 1.9e11, 6e11),
         ladder=CPU_LADDER,
         corpus="sample",
-        expected_params=2.4e4,
-        expected_budget=2.2e11,
-        lr_scale=0.25,
+        expected_params=2.3e4,
+        expected_budget=1.9e11,
+        expected_exponent=0.6,
+        lr_scale=0.2,
+        lr_max=0.015,
         workers=cores(),
     )
 

@@ -34,7 +34,7 @@ N_COLOUR, D_COLOUR = "#31688e", "#b5367a"
 
 def scientific(value: float) -> str:
     """A number as mathtext: 3.16e15 becomes $3.2 \\times 10^{15}$."""
-    exponent = int(np.floor(np.log10(value) + 1e-9))
+    exponent = int(np.floor(np.log10(value * 1.005)))  # 9.96 and up reads as 10
     mantissa = value / 10.0**exponent
     if abs(mantissa - 1) < 0.05:
         return f"$10^{{{exponent}}}$"
@@ -91,17 +91,25 @@ def draw_isoflop(path: Path, points: Points, isoflop: dict, *, bits: float | Non
             note = "" if usable else " (no usable minimum)"
             label = f"C = {scientific(entry['budget'])} FLOPs{note}"
             shade = colour if usable else REFUSED
-            ax.scatter(
-                points.params[rows], points.loss[rows], s=42, color=shade, label=label, zorder=3
-            )
+            size, loss = points.params[rows], points.loss[rows]
+            inside = _in_window(size, entry)
+            ax.scatter(size[inside], loss[inside], s=42, color=shade, label=label, zorder=3)
+            ax.scatter(size[~inside], loss[~inside], s=38, fc="white", ec=shade, lw=1.4, zorder=3)
             if usable:
                 _draw_parabola(ax, entry, colour)
         ax.set_xscale("log")
+        margin = 0.08 * max(np.ptp(points.loss), 1e-3)
+        limits = (points.loss.min() - 1.5 * margin, points.loss.max() + margin)
         _count_axis(ax.xaxis)
         ax.set_xlabel("model size N (parameters in blocks and head)")
         ax.set_ylabel("held-out loss (nats per token)")
         ax.set_title("IsoFLOP curves")
-        ax.legend(loc="best")
+        ax.plot(
+            [], [], "*", ms=12, color="#f0b429", mec="0.3", label="minimum, interval on the axis"
+        )
+        ax.plot([], [], "o", mfc="white", mec="0.3", label="run outside the local fit")
+        ax.legend(loc="upper right")
+        ax.set_ylim(*limits)
         if bits is not None:
             right = ax.secondary_yaxis("right", functions=_proportional(bits))
             right.set_ylabel("bits per byte")
@@ -113,16 +121,34 @@ def _proportional(factor: float) -> tuple[Any, Any]:
     return (lambda y: y * factor, lambda y: y / factor)
 
 
+def _in_window(params: np.ndarray, entry: dict) -> np.ndarray:
+    """Which runs the parabola was fitted to; all of them when it was refused."""
+    if entry["n_opt"] is None:
+        return np.ones(len(params), bool)
+    low, high = entry["parabola"]["n_range"]
+    return (params >= low * (1 - 1e-9)) & (params <= high * (1 + 1e-9))
+
+
 def _draw_parabola(ax: Axes, entry: dict, colour: object) -> None:
     shape = entry["parabola"]
     low, high = np.log(shape["n_range"])
     z = np.linspace(low, high, 100) - shape["log_centre"]
     c0, c1, c2 = shape["coefficients"]
     ax.plot(np.exp(z + shape["log_centre"]), c0 + c1 * z + c2 * z * z, color=colour, lw=1.6)
-    ax.plot(entry["n_opt"], entry["loss"], "*", ms=15, color=colour, mec="white", mew=1.1, zorder=5)
+    n_opt, loss = entry["n_opt"], entry["loss"]
+    ax.plot(n_opt, loss, "*", ms=15, color="#f0b429", mec=colour, mew=1.2, zorder=5)
     if entry["interval"]:
-        interval = entry["interval"]["n_opt"]
-        ax.plot(interval, [entry["loss"]] * 2, color=colour, lw=4, alpha=0.35, zorder=4)
+        # the interval under the star, where the star does not hide it
+        foot = ax.get_xaxis_transform()
+        ax.plot([n_opt, n_opt], [0, loss], ":", color=colour, lw=1, zorder=1)
+        ax.plot(
+            entry["interval"]["n_opt"],
+            [0.015] * 2,
+            color=colour,
+            lw=5,
+            transform=foot,
+            solid_capstyle="butt",
+        )
 
 
 def draw_power_laws(path: Path, isoflop: dict) -> None:

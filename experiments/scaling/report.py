@@ -92,8 +92,8 @@ def _draw(run: Run, points: Points, fit: dict) -> list[tuple[Path, str]]:
         drawn.append(
             (
                 path,
-                "Each dot is a run; stars are minima of the local parabolas, bars "
-                "under them their 90% intervals.",
+                "Each dot is a run; stars are minima of the local parabolas, bars on the axis "
+                "their 90% intervals; hollow runs lie outside the local fit.",
             )
         )
         if any(e["n_opt"] is not None for e in isoflop["budgets"]):
