@@ -2,15 +2,16 @@
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from experiments.data import CorpusError, Document, load_dataset
+from experiments.data import CorpusError, Document, dataset, load_dataset
 from experiments.data.dataset import SAMPLE_DIR
-from experiments.data.documents import read_corpus, read_manifest
+from experiments.data.documents import read_corpus, read_manifest, write_json, write_shard
 from experiments.data.loader import BatchSchedule, open_dataset, permute
 from experiments.data.store import is_held_out, open_store, write_store
 from experiments.data.tokenizer import ByteTokenizer
@@ -159,16 +160,55 @@ def test_other_documents_do_not_move_a_document_between_splits(tmp_path):
     assert splits[0]
 
 
-def test_loading_is_cached_and_bpe_matches_the_text(cache, sample):
-    assert load_dataset("sample", vocab_size=256, cache_dir=cache).fingerprint == sample.fingerprint
-    bpe = load_dataset("sample", vocab_size=300, cache_dir=cache)
-    assert bpe.fingerprint != sample.fingerprint
+@pytest.fixture(scope="module")
+def small_corpus(tmp_path_factory):
+    """Every eighth document of the sample, as a corpus directory of its own."""
+    folder = tmp_path_factory.mktemp("small")
+    documents = list(read_corpus(SAMPLE_DIR))[::8]
+    entry = {"name": "all", "file": "all.jsonl.zst"}
+    digest = write_shard(folder / entry["file"], documents)
+    entry |= {"bytes": digest.bytes, "sha256": digest.hexdigest()}
+    write_json(folder / "manifest.json", {"format": 1, "name": "small", "sources": [entry]})
+    return folder
+
+
+def test_loading_is_cached_and_bpe_matches_the_text(tmp_path, small_corpus, monkeypatch):
+    bpe = load_dataset(small_corpus, vocab_size=300, cache_dir=tmp_path, heldout_fraction=0.2)
     assert int(bpe.train.max()) < bpe.vocab_size == 300
     assert bpe.bytes_per_token > 1.2
-    documents = [d for d in read_corpus(SAMPLE_DIR) if is_held_out(d.id, 0.05)]
+    documents = [d for d in read_corpus(small_corpus) if is_held_out(d.id, 0.2)]
     decoded = bpe.tokenizer.decode(bpe.heldout).split("<|endoftext|>")
     assert decoded == ["", *(document.text for document in documents), ""]
-    assert not list(cache.glob("*.tmp"))
+    assert not list(tmp_path.glob("*.tmp"))
+    monkeypatch.setattr(dataset, "build_store", None)  # the second load must not build
+    again = load_dataset(small_corpus, vocab_size=300, cache_dir=tmp_path, heldout_fraction=0.2)
+    assert again.fingerprint == bpe.fingerprint
+
+
+def test_fingerprints_follow_text_tokenizer_and_split(tmp_path, small_corpus, sample):
+    settings = [(256, 0.2), (256, 0.3), (300, 0.2)]
+    fingerprints = {sample.fingerprint} | {
+        load_dataset(
+            small_corpus, vocab_size=size, heldout_fraction=fraction, cache_dir=tmp_path
+        ).fingerprint
+        for size, fraction in settings
+    }
+    assert len(fingerprints) == 4
+
+
+def test_two_builders_may_race(tmp_path, monkeypatch, sample):
+    build = dataset.build_store
+
+    def build_and_lose(directory, out, **arguments):
+        meta = build(directory, out, **arguments)
+        # Another process finishes between our build and our rename.
+        shutil.copytree(out.parent, out.parent.with_name(out.parent.name.split(".")[0]))
+        return meta
+
+    monkeypatch.setattr(dataset, "build_store", build_and_lose)
+    loaded = load_dataset("sample", vocab_size=256, cache_dir=tmp_path)
+    assert loaded.fingerprint == sample.fingerprint
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_store_can_be_loaded_by_any_of_its_names(cache):
