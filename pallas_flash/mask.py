@@ -229,6 +229,22 @@ class Mask:
         whole = start + size <= length if self.is_interval else False
         return Bounds(lo, _where(whole, full_lo, lo), _where(whole, full_hi, lo), hi)
 
+    def row_bounds(
+        self, q_index: Index, *, q_length: Index, kv_length: Index
+    ) -> tuple[Index | None, Index]:
+        """Keys [lo, hi) that each query sees, for a mask that `is_interval`; lo None is 0.
+
+        Two comparisons with numbers that a row computes once, where `visible` compares places
+        element by element: for kernels whose masked tiles are short of issue slots.
+
+        >>> Mask(is_causal=True, window=(2, 0)).row_bounds(5, q_length=8, kv_length=8)
+        (3, 6)
+        """
+        place = q_index + self.offset(q_length, kv_length)
+        hi = kv_length if self.right is None else _minimum(place + (self.right + 1), kv_length)
+        lo = None if self.left is None else place - self.left
+        return lo, _where(q_index < q_length, hi, 0)
+
     # ---- elements -------------------------------------------------------------------------------
 
     def visible(

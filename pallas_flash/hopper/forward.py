@@ -532,16 +532,20 @@ def _softmax(
 def _mask(problem: Problem, tile: Tile, row: Index, index: Index, s: Any) -> Any:
     """The logits with -inf where the mask hides the key, a few columns at a time."""
     layout = plgpu.Layout.WGMMA
-    shape = (ROWS, CHUNK)
-    q_index = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + row
-    k_index = (
-        plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=layout) + index * problem.tiles.keys
-    )
+    rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=layout.reduce(1)) + row
+    columns = plgpu.broadcasted_iota(jnp.int32, (ROWS, CHUNK), 1, layout=layout)
+    lo, hi = problem.mask.row_bounds(rows, q_length=tile.q_length, kv_length=tile.kv_length)
+
+    def from_here(bound: Any, column: Index) -> Any:
+        """A bound of each row, counted from the chunk's first column."""
+        start = index * problem.tiles.keys + column
+        return lax.broadcast_in_dim(bound - start, (ROWS, CHUNK), [0])
+
     parts = []
     for column in range(0, problem.tiles.keys, CHUNK):
-        seen = problem.mask.visible(
-            q_index, k_index + column, q_length=tile.q_length, kv_length=tile.kv_length
-        )
+        seen = columns < from_here(hi, column)
+        if lo is not None:
+            seen &= columns >= from_here(lo, column)
         part = lax.slice(s, (0, column), (ROWS, column + CHUNK))
         parts.append(jnp.where(seen, part, -jnp.inf))
     return jnp.concatenate(parts, axis=1)

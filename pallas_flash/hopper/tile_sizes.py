@@ -96,7 +96,7 @@ class ForwardTiles:
 
 # (head dim, value dim) -> tiles, timed on an H200; see experiments/LOG.md.
 TUNED = {
-    (64, 64): ForwardTiles(keys=128, consumers=3, query_in_registers=False),
+    (64, 64): ForwardTiles(keys=128, consumers=3, query_in_registers=False, cluster=2),
     (128, 128): ForwardTiles(keys=128, consumers=2, query_in_registers=True, cluster=2),
     (256, 256): ForwardTiles(
         keys=64, consumers=2, query_in_registers=False, output_in_query=True, cluster=2

@@ -160,3 +160,20 @@ def test_causal_lists_leave_no_worker_idle():
         table = work.work_lists(heads, costs, workers, group)
         loads = [sum(costs[e % len(costs)] for e in row if e != work.END) for row in table]
         assert max(loads) <= 1.02 * np.mean(loads)
+
+
+@given(
+    i=st.integers(0, 40),
+    left=st.none() | st.integers(0, 30),
+    right=st.none() | st.integers(0, 30),
+    causal=st.booleans(),
+    alignment=st.sampled_from(["top_left", "bottom_right"]),
+    lengths=st.tuples(st.integers(0, 40), st.integers(0, 40)),
+)
+def test_row_bounds_are_the_visible_keys(i, left, right, causal, alignment, lengths):
+    mask = Mask(is_causal=causal, window=(left, right), causal_alignment=alignment)
+    q_length, kv_length = lengths
+    keys = np.arange(48)
+    seen = mask.visible(i, keys, q_length=q_length, kv_length=kv_length)
+    lo, hi = mask.row_bounds(i, q_length=q_length, kv_length=kv_length)
+    np.testing.assert_array_equal((keys < hi) & (keys >= (0 if lo is None else lo)), seen)
