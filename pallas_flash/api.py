@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_flash import checks, dropout, implementations, reference, vjp
+from pallas_flash.block_mask import BlockMask
 from pallas_flash.call import AttentionCall, PerHead
 from pallas_flash.mask import Alignment, PerRow
 
@@ -38,7 +39,7 @@ def dot_product_attention(
     sinks: PerHead | None = None,
     alibi_slopes: PerHead | None = None,
     score_mod: Callable[..., Array] | None = None,
-    mask_mod: Callable[..., Array] | None = None,
+    mask_mod: Callable[..., Array] | BlockMask | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: Array | None = None,
     deterministic: bool = False,
@@ -84,7 +85,8 @@ def dot_product_attention(
       alibi_slopes: (N,) factors of -|i' - j|.
       score_mod: function (score, b, n, q_index, k_index) -> score of scalars, traced into the
         tile. Arrays it captures get gradients. A result of -inf hides the key.
-      mask_mod: function (b, n, q_index, k_index) -> bool of scalars, traced into the tile.
+      mask_mod: function (b, n, q_index, k_index) -> bool of scalars, traced into the tile; or what
+        `block_mask` made of one, whose empty tiles are then skipped.
       dropout_rate: probability that a p_ij is dropped; the kept are divided by 1 - rate. The LSE
         is that without dropout.
       dropout_rng: random key, needed iff dropout_rate > 0. What is dropped depends on this key and
@@ -158,4 +160,13 @@ def attend(
         # JAX differentiates the reference itself, to any order.
         out, lse = reference.forward(call)
         return vjp.named(out, lse)
-    return vjp.attention(module, call)
+    try:
+        return vjp.attention(module, call)
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        raise TypeError(
+            f"implementation={module.NAME!r} has no forward-mode derivative (jvp, jacfwd, "
+            "hessian): use reverse mode (grad, vjp, jacrev, also nested), or "
+            "implementation='reference', which has both"
+        ) from error

@@ -14,11 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from pallas_flash.block_mask import BlockMask
 from pallas_flash.mask import Mask
-from pallas_flash.mods import Mod
+from pallas_flash.mods import INDICES, Mod
 
 ALIGNMENTS = ("top_left", "bottom_right")
-INDICES = (jnp.int32,) * 4  # b, n, q_index, k_index
 FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 
@@ -181,10 +181,30 @@ def build_mask(
         query_positions=integers("query_positions", query_positions, *queries),
         key_value_positions=integers("key_value_positions", key_value_positions, *keys),
         dense=dense_mask(mask, sizes),
-        mask_mod=None if mask_mod is None else Mod.trace("mask_mod", mask_mod, *INDICES),
+        mask_mod=mask_function(mask_mod),
+        blocks=block_kinds(mask_mod, sizes),
     )
     mask_fields(built)
     return built
+
+
+def mask_function(x: Any) -> Mod | None:
+    if x is None or isinstance(x, Mod):
+        return x
+    return x.mod if isinstance(x, BlockMask) else Mod.trace("mask_mod", x, *INDICES)
+
+
+def block_kinds(x: Any, sizes: tuple[int, int, int, int]) -> BlockMask | None:
+    """The block mask among `mask_mod`'s possible values, if it fits the call."""
+    if not isinstance(x, BlockMask):
+        return None
+    B, N, T, S = sizes
+    if x.sizes != (T, S) or x.kinds.shape[0] not in (1, B) or x.kinds.shape[1] not in (1, N):
+        raise ValueError(
+            f"mask_mod is a block mask of T, S = {x.sizes} with batch and heads "
+            f"{x.kinds.shape[:2]}, but the call has B, N, T, S = {sizes}: make it with these sizes"
+        )
+    return x
 
 
 def score_mod(x: Any, dtype: Any) -> Mod | None:

@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from pallas_flash.block_mask import BlockMask
 from pallas_flash.mods import Mod
 
 if TYPE_CHECKING:  # a type checker takes a one-letter shape string for a variable
@@ -90,6 +91,8 @@ class Mask:
         these instead of indices. Either may be given alone.
       dense: bool (B|1, N|1, T|1, S|1), True is visible.
       mask_mod: a traced user function (b, n, q_index, k_index) -> bool.
+      blocks: what `mask_mod` shows of each block, when the user made a block mask; only a help to
+        skip tiles, `mask_mod` alone decides.
     """
 
     is_causal: bool = dataclasses.field(default=False, metadata={"static": True})
@@ -105,6 +108,7 @@ class Mask:
     key_value_positions: Int[Array, "B S"] | None = None
     dense: Bool[Array, "#B #N #T #S"] | None = None
     mask_mod: Mod | None = None
+    blocks: BlockMask | None = None
 
     # ---- what kind of mask it is (static) -----------------------------------------------------
 

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jaxtyping import Array
 
+INDICES = (jnp.int32,) * 4  # b, n, q_index, k_index
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -68,6 +68,8 @@ def tile_map(
     lo, hi = (jnp.broadcast_to(x, shape)[:, :, None] for x in (bounds.lo, bounds.hi))
     visit = (k_starts + block_k > lo) & (k_starts < hi) & (lo < hi)
 
+    if mask.blocks is not None:
+        visit &= mask.blocks.visits(blocks)
     if mask.segments is not None:
         q_ids, k_ids = mask.segments
         visit &= _ranges_meet(

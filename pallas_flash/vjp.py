@@ -1,7 +1,8 @@
 """One `jax.custom_vjp` around every implementation's forward and backward.
 
 Saved between the passes: the call's own arrays, the output and the LSE, both named for
-`jax.checkpoint` policies ("attention_out", "attention_lse"). Tiles are recomputed.
+`jax.checkpoint` policies ("attention_out", "attention_lse"). Tiles are recomputed. Derivatives of
+the gradients are those of the reference: exact, but with the (T, S) matrix in memory.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array
 
+from pallas_flash import reference
 from pallas_flash.call import AttentionCall, Gradients
 
 OUT_NAME = "attention_out"
@@ -72,8 +74,64 @@ def _backward(implementation: ModuleType, residuals: _Residuals, cotangents: Any
         if dlse is None:
             return (_cotangent(call, Gradients()),)
         dout = jnp.zeros(residuals.out.shape, residuals.out.dtype)
-    gradients = implementation.backward(call, residuals.out, residuals.lse, dout, dlse, wanted)
+    gradients: Any = _gradients(
+        implementation, wanted, call, residuals.out, residuals.lse, dout, dlse
+    )
     return (_cotangent(call, gradients),)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gradients(
+    implementation: ModuleType,
+    wanted: frozenset[str],
+    call: AttentionCall,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    dlse: Array | None,
+) -> Gradients:
+    """The backward pass as a function of its own, so that it has a derivative too."""
+    return implementation.backward(call, out, lse, dout, dlse, wanted)
+
+
+def _gradients_forward(
+    implementation: ModuleType, wanted: frozenset[str], *operands: Any
+) -> tuple[Gradients, Any]:
+    call, _, _, dout, dlse = operands
+    return _gradients(implementation, wanted, *operands), (call, dout, dlse)
+
+
+def _gradients_backward(
+    implementation: ModuleType, wanted: frozenset[str], saved: Any, cotangents: Gradients
+) -> tuple[Any, ...]:
+    """Second derivatives: those of the reference's gradients, in O(T S) memory.
+
+    Gradients are a function of the call and the cotangents alone: `out` and `lse` are themselves
+    functions of the call, so nothing is left for them.
+    """
+    del implementation
+
+    def gradients(call: AttentionCall, dout: Array, dlse: Array | None) -> Gradients:
+        (_, lse), pull_back = jax.vjp(reference.forward, call)
+        (dcall,) = pull_back((dout, jnp.zeros_like(lse) if dlse is None else dlse))
+        fields = {name: getattr(dcall, name) for name in Gradients._fields}
+        if dcall.score_mod is not None:
+            fields["score_mod"] = dcall.score_mod.captured
+        like = {
+            name: jax.tree.map(
+                lambda want, have: have.astype(want.dtype), wanted_like, fields[name]
+            )
+            for name, wanted_like in cotangents._asdict().items()
+            if wanted_like is not None
+        }
+        return Gradients(**like)
+
+    _, pull_back = jax.vjp(gradients, *saved)
+    dcall, ddout, ddlse = pull_back(cotangents)
+    return dcall, None, None, ddout, ddlse
+
+
+_gradients.defvjp(_gradients_forward, _gradients_backward)
 
 
 def _is_primal(node: Any) -> bool:

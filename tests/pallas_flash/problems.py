@@ -6,7 +6,7 @@ shared suite by its name in `IMPLEMENTATIONS`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -70,8 +70,16 @@ def value_and_grads(
     }
     data: dict[str, Any] = {name: x for name, x in others.items() if name not in static}
 
+    attention: Any = pallas_flash.dot_product_attention  # keywords by the dozen: untyped here
+
+    make_score_mod = cast(Any, static.pop("make_score_mod", None))
+
     def run(differentiable: dict[str, Any], data: dict[str, Any], weights: tuple[Any, Any]):
-        out, lse = pallas_flash.dot_product_attention(
+        if make_score_mod is not None:
+            # A function of a captured array, so that the array's gradient is seen.
+            differentiable = dict(differentiable)
+            differentiable["score_mod"] = make_score_mod(differentiable.pop("table"))
+        out, lse = attention(
             **differentiable, **data, **static, implementation=implementation, return_residual=True
         )
         finite = jnp.where(lse == -jnp.inf, 0, lse)

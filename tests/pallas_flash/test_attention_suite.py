@@ -1,5 +1,7 @@
 """The shared suite: every implementation means what the reference means, forward and gradients."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,24 +14,22 @@ from problems import IMPLEMENTATIONS, QUICK, assert_close, draw, value_and_grads
 import pallas_flash
 from pallas_flash import shapes, tiles
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*Triton.*:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*Triton.*:DeprecationWarning"),
+    pytest.mark.usefixtures("scan_in_several_tiles"),
+]
 every_implementation = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-
-
-@pytest.fixture(autouse=True)
-def scan_in_several_tiles(monkeypatch):
-    """These calls are one tile to the scan's own rule; here its loops are meant."""
-    monkeypatch.setattr(
-        tiles, "for_scan", lambda sizes, *_: tiles.TileSizes(min(48, sizes.T), min(64, sizes.S))
-    )
 
 
 @every_implementation
 @pytest.mark.parametrize("case", shapes.SMALL, ids=lambda case: case.name)
 def test_equals_reference(case, implementation):
-    arrays, others = draw(case)
-    want = value_and_grads(arrays, others, "reference")
-    assert_close(value_and_grads(arrays, others, implementation), want)
+    assert_close(value_and_grads(*draw(case), implementation), reference_of(case))
+
+
+@functools.cache
+def reference_of(case: shapes.Case) -> dict[str, np.ndarray]:
+    return value_and_grads(*draw(case), "reference")
 
 
 @every_implementation
