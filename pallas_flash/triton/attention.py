@@ -43,7 +43,12 @@ class Kernels:
             return self.tiles
         wider = max(call.sizes.H, call.sizes.Hv)
         capability = plgpu.get_gpu_info().compute_capability if plgpu.is_gpu_device() else None
-        return default_tile_sizes(wider, call.query.dtype, capability)
+        square = any(
+            array is not None and 1 not in array.shape[2:] for array in (call.bias, call.mask.dense)
+        )
+        return default_tile_sizes(
+            wider, call.query.dtype, compute_capability=capability, has_square_input=square
+        )
 
     def forward(self, call: AttentionCall) -> tuple[Array, Array]:
         problem, operands = split_call(call, self.interpret)

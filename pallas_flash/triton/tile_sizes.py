@@ -1,6 +1,7 @@
 """Tile sizes of the Triton kernels: what one program holds, and with how many warps."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -60,7 +61,11 @@ SMALL_SHARED_MEMORY = (86, 89, 120, 121)
 
 
 def default_tile_sizes(
-    head_dim: int, dtype: DTypeLike, compute_capability: int | None = None
+    head_dim: int,
+    dtype: DTypeLike,
+    *,
+    compute_capability: int | None = None,
+    has_square_input: bool = False,
 ) -> TileSizes:
     """Tiles that keep every accumulator in registers on Ampere, Ada and Hopper.
 
@@ -72,7 +77,35 @@ def default_tile_sizes(
       head_dim: the larger of the head dims of query and value.
       dtype: of query, key and value.
       compute_capability: of the GPU, as 89 for Ada's 8.9; None where shared memory is no limit.
+      has_square_input: a bias or mask of (T, S) is loaded by tiles too.
     """
+    tiles = _roomy_tile_sizes(head_dim, dtype)
+    if compute_capability is None:
+        return tiles
+    small = compute_capability in SMALL_SHARED_MEMORY
+    if has_square_input and (small or compute_capability < 90):
+        return _map(_halved, tiles)
+    if small and head_dim > 128:
+        return _map(_unpipelined, tiles)
+    return tiles
+
+
+def _map(change: Callable[[Tile], Tile], tiles: TileSizes) -> TileSizes:
+    return TileSizes(forward=change(tiles.forward), dq=change(tiles.dq), dkv=change(tiles.dkv))
+
+
+def _unpipelined(tile: Tile) -> Tile:
+    """Loads that are not pipelined need no buffers in shared memory."""
+    return dataclasses.replace(tile, stages=1)
+
+
+def _halved(tile: Tile) -> Tile:
+    """A quarter of the tile, not pipelined."""
+    query, key = (max(SMALLEST_DOT, size // 2) for size in (tile.query, tile.key))
+    return dataclasses.replace(tile, query=query, key=key, stages=1)
+
+
+def _roomy_tile_sizes(head_dim: int, dtype: DTypeLike) -> TileSizes:
     width = padded_head_dim(head_dim)
     if jnp.dtype(dtype) == jnp.float32:
         return _same(Tile(query=32, key=32 if width <= 64 else 16, warps=4, stages=1))
@@ -88,11 +121,10 @@ def default_tile_sizes(
             dq=Tile(query=128, key=64, warps=8, stages=2),
             dkv=Tile(query=64, key=128, warps=8, stages=2),
         )
-    stages = 1 if compute_capability in SMALL_SHARED_MEMORY else 2
     return TileSizes(
         forward=Tile(query=64, key=32, warps=4, stages=2),
-        dq=Tile(query=64, key=32, warps=8, stages=stages),
-        dkv=Tile(query=32, key=64, warps=8, stages=stages),
+        dq=Tile(query=64, key=32, warps=8, stages=2),
+        dkv=Tile(query=32, key=64, warps=8, stages=2),
     )
 
 

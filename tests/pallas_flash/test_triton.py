@@ -292,9 +292,21 @@ def test_wide_heads_and_other_platforms_are_refused():
 def test_default_tiles_leave_room_for_the_accumulators(head_dim, capability, dtype):
     """Accumulators and two tiles of logits, float32, in 255 registers of each thread."""
     width = 1 << (head_dim - 1).bit_length()
-    tiles = default_tile_sizes(head_dim, dtype, capability)
+    tiles = default_tile_sizes(head_dim, dtype, compute_capability=capability)
     for tile in (tiles.forward, tiles.dq):
         values = tile.query * width + 2 * tile.query * tile.key
         assert values <= 255 * 32 * tile.warps
     values = 2 * tiles.dkv.key * width + 2 * tiles.dkv.key * tiles.dkv.query
     assert values <= 255 * 32 * tiles.dkv.warps
+
+
+def test_tiles_shrink_where_they_would_not_fit_in_shared_memory():
+    tiles = functools.partial(default_tile_sizes, dtype="bfloat16")
+    roomy = tiles(128)
+    assert tiles(128, compute_capability=90, has_square_input=True) == roomy
+    assert tiles(128, compute_capability=89) == roomy
+    tight = tiles(128, compute_capability=89, has_square_input=True)
+    assert tight.dkv.query * 2 == roomy.dkv.query
+    assert tight.dkv.stages == 1
+    assert tiles(256, compute_capability=90).dkv.stages == 2
+    assert tiles(256, compute_capability=89).dkv.stages == 1
