@@ -14,6 +14,7 @@ import nbformat
 import pytest
 from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
+from jupyter_core.utils import run_sync
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError
 
@@ -56,7 +57,11 @@ def execute(notebook: nbformat.NotebookNode, kernel_folder: str) -> nbformat.Not
         coalesce_streams=True,
         resources={"metadata": {"path": str(ROOT)}},
     )
-    return client.execute()
+    try:
+        return client.execute()
+    finally:
+        # nbclient leaves the kernel of a manager that it was given.
+        run_sync(manager.shutdown_kernel)(now=True)
 
 
 def printed(notebook: nbformat.NotebookNode) -> list[str]:
