@@ -7,7 +7,6 @@ from models.config import ModelConfig
 from models.layers import Projection, RMSNorm, residual_gain
 from models.rope import RotaryTable, apply_rotary
 from pallas_flash import dot_product_attention
-from pallas_flash.api import Implementation
 
 
 class Attention(nnx.Module):
@@ -18,7 +17,7 @@ class Attention(nnx.Module):
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        self.implementation: Implementation | None = config.attention_implementation
+        self.implementation = config.attention_implementation
         dtype = config.param_dtype
         model = (config.d_model,)
         heads = (config.num_heads, config.head_dim)

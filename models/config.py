@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from pallas_flash.api import Implementation
+from pallas_flash.implementations import NAMES
 
 Remat = Literal["none", "full", "attention"]
 
@@ -71,7 +71,7 @@ class ModelConfig:
     z_loss: float = 0.0
     compute_dtype: str = "bfloat16"
     param_dtype: str = "float32"
-    attention_implementation: Implementation | None = None
+    attention_implementation: str | None = None
     remat: Remat = "none"
     scan_layers: bool = True
 
@@ -98,7 +98,7 @@ class ModelConfig:
         _require_choice("remat", self.remat, get_args(Remat))
         if self.attention_implementation is not None:
             name = "attention_implementation"
-            _require_choice(name, self.attention_implementation, get_args(Implementation))
+            _require_choice(name, self.attention_implementation, NAMES)
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}: "
