@@ -12,6 +12,7 @@ from pallas_flash import checks, dropout, implementations, reference, vjp
 from pallas_flash.block_mask import BlockMask
 from pallas_flash.call import AttentionCall, PerHead
 from pallas_flash.mask import Alignment, PerRow
+from pallas_flash.varying import vary_like
 
 Window = int | tuple[int | None, int | None]
 
@@ -109,7 +110,65 @@ def dot_product_attention(
     >>> out.shape, lse.shape, lse.dtype.name
     ((1, 4, 2, 8), (1, 4, 2), 'float32')
     """
-    unbatched = jnp.ndim(query) == 3
+    call = build_call(
+        query,
+        key,
+        value,
+        bias=bias,
+        mask=mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        causal_alignment=causal_alignment,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        query_positions=query_positions,
+        key_value_positions=key_value_positions,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
+        dropout_rate=dropout_rate,
+        dropout_rng=dropout_rng,
+        deterministic=deterministic,
+    )
+    out, lse = attend(call, implementation)
+    lse = jnp.swapaxes(lse, 1, 2)
+    if jnp.ndim(query) == 3:
+        out, lse = out[0], lse[0]
+    return (out, lse) if return_residual else out
+
+
+def build_call(
+    query: Any,
+    key: Any,
+    value: Any,
+    *,
+    bias: Any = None,
+    mask: Any = None,
+    scale: Any = None,
+    is_causal: Any = False,
+    query_seq_lengths: Any = None,
+    key_value_seq_lengths: Any = None,
+    local_window_size: Any = None,
+    causal_alignment: Any = "top_left",
+    query_segment_ids: Any = None,
+    key_value_segment_ids: Any = None,
+    query_positions: Any = None,
+    key_value_positions: Any = None,
+    logits_soft_cap: Any = None,
+    sinks: Any = None,
+    alibi_slopes: Any = None,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    dropout_rate: Any = 0.0,
+    dropout_rng: Any = None,
+    deterministic: Any = False,
+) -> AttentionCall:
+    """The arguments of `dot_product_attention`, checked, as one call."""
     q, k, v = checks.qkv(query, key, value)
     sizes = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     the_mask = checks.build_mask(
@@ -128,7 +187,7 @@ def dot_product_attention(
     )
     static_scale, traced_scale = checks.scale(scale, q.shape[3])
     dropout_rate = checks.dropout(dropout_rate, dropout_rng)
-    call = AttentionCall(
+    return AttentionCall(
         query=q,
         key=k,
         value=v,
@@ -144,17 +203,13 @@ def dot_product_attention(
         dropout_seed=dropout.seed_from_key(dropout_rng) if dropout_rate > 0 else None,
         deterministic=bool(deterministic),
     )
-    out, lse = attend(call, implementation)
-    lse = jnp.swapaxes(lse, 1, 2)
-    if unbatched:
-        out, lse = out[0], lse[0]
-    return (out, lse) if return_residual else out
 
 
 def attend(
     call: AttentionCall, implementation: str | None = None
 ) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
     """Output and LSE of a checked call, by the implementation that serves it."""
+    call = vary_like(call, call)
     module = implementations.choose(call, implementation)
     if module is reference:
         # JAX differentiates the reference itself, to any order.

@@ -24,15 +24,11 @@ FLOATS = ("float64", "float32", "bfloat16", "float16")
 
 def qkv(query: Any, key: Any, value: Any) -> tuple[Array, Array, Array]:
     """q, k, v as (B, T, N, H), (B, S, K, H), (B, S, K, Hv), one floating dtype."""
-    arrays = {name: as_array(name, x) for name, x in zip("qkv", (query, key, value), strict=True)}
-    names = {"q": "query", "k": "key", "v": "value"}
-    for short, x in arrays.items():
-        floating(names[short], x)
+    q, k, v = as_array("query", query), as_array("key", key), as_array("value", value)
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        floating(name, x)
         if x.ndim not in (3, 4):
-            raise ValueError(
-                f"{names[short]} must have shape (B, T, N, H) or (T, N, H), got {x.shape}"
-            )
-    q, k, v = arrays.values()
+            raise ValueError(f"{name} must have shape (B, T, N, H) or (T, N, H), got {x.shape}")
     for name, x in (("key", k), ("value", v)):
         if x.dtype != q.dtype:
             raise TypeError(

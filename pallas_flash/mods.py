@@ -82,6 +82,9 @@ class Mod:
         stays a gather by head and is not repeated for every query and key.
         """
         rank = max(jnp.ndim(array) for array in arrays)
+        # Traced for these dtypes; with 64-bit types on, indices arrive as int64.
+        dtypes = [variable.aval.dtype for variable in self.jaxpr.invars]
+        arrays = tuple(jnp.asarray(a, dtype) for a, dtype in zip(arrays, dtypes, strict=True))
         arrays = tuple(jnp.reshape(a, (1,) * (rank - jnp.ndim(a)) + jnp.shape(a)) for a in arrays)
         return _map_axes(self, arrays)
 

@@ -27,7 +27,8 @@ class State(NamedTuple):
     """What is known about each query after some of its keys.
 
     Attributes:
-      m: largest logit so far, -inf where nothing was visible yet.
+      m: largest logit so far, -inf where nothing was visible yet. A constant to derivatives: the
+        results do not depend on the shift, so its paths cancel.
       l: sum of exp(logit - m).
       o: sum of exp(logit - m) * value, not yet divided by l.
     """
@@ -78,7 +79,7 @@ def update(
     >>> bool(jnp.allclose(out[0, 0], whole))
     True
     """
-    m = jnp.maximum(state.m, jnp.max(logits, axis=-1))
+    m = jax.lax.stop_gradient(jnp.maximum(state.m, jnp.max(logits, axis=-1)))
     shift = finite(m)
     rescale = jnp.exp(state.m - shift)
     p = jnp.exp(logits - shift[..., None])
@@ -97,7 +98,7 @@ def merge(a: State, b: State) -> State:
     >>> bool(jnp.allclose(merge(a, b).o, merge(b, a).o))
     True
     """
-    m = jnp.maximum(a.m, b.m)
+    m = jax.lax.stop_gradient(jnp.maximum(a.m, b.m))
     shift = finite(m)
     scale_a, scale_b = jnp.exp(a.m - shift), jnp.exp(b.m - shift)
     l = scale_a * a.l + scale_b * b.l
@@ -144,8 +145,5 @@ def merge_outputs(
 
 
 def finite(m: Float[Array, ...]) -> Float[Array, ...]:
-    """The shift of the exponentials: -inf - (-inf) is NaN, so a row of -inf is shifted by 0.
-
-    No gradient passes: the result does not depend on the shift.
-    """
+    """The shift of the exponentials: -inf - (-inf) is NaN, so a row of -inf is shifted by 0."""
     return jax.lax.stop_gradient(jnp.where(m == -jnp.inf, 0, m))

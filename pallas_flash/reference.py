@@ -34,14 +34,14 @@ def unsupported(call: AttentionCall, platform: str) -> str | None:
 
 def forward(call: AttentionCall) -> tuple[Float[Array, "B T N Hv"], Float[Array, "B N T"]]:
     """Output in the query's dtype and LSE in float32 (float64 for float64)."""
-    B, T, S, N, K, _, Hv = call.sizes
+    B, T, S, N, K, H, Hv = call.sizes
     dtype = jnp.promote_types(call.query.dtype, jnp.float32)
     q_real, k_real = real_rows(call.mask, B, T, S)
     # 0 * NaN is NaN: whatever a masked weight multiplies has to be a number.
     q = jnp.where(q_real[:, :, None, None], call.query, 0).astype(dtype)
     k = jnp.where(k_real[:, :, None, None], call.key, 0).astype(dtype)
     v = jnp.where(k_real[:, :, None, None], call.value, 0).astype(dtype)
-    q = q.reshape(B, T, K, N // K, -1)
+    q = q.reshape(B, T, K, N // K, H)
 
     highest = jax.lax.Precision.HIGHEST
     scores = jnp.einsum("btkgh,bskh->bkgts", q, k, precision=highest).reshape(B, N, T, S)

@@ -23,6 +23,7 @@ from pallas_flash.logits import Terms, Tile
 from pallas_flash.mask import row_lengths
 from pallas_flash.reference import real_rows
 from pallas_flash.schedule import Schedule, schedule
+from pallas_flash.varying import vary_like
 
 Carry = TypeVar("Carry")
 Cut = tuple[int, Any, int]
@@ -137,13 +138,7 @@ class ScanTiles:
 
     def varying(self, carry: Carry) -> Carry:
         """Inside `shard_map`, a loop's start must vary over the mesh axes that its result does."""
-        axes = frozenset().union(*(jax.typeof(x).mat.varying for x in jax.tree.leaves(self.call)))
-
-        def cast(x: Array) -> Array:
-            missing = tuple(axes - jax.typeof(x).mat.varying)
-            return lax.pcast(x, missing, to="varying") if missing else x
-
-        return jax.tree.map(cast, carry) if axes else carry
+        return vary_like(carry, self.call)
 
     # ---- tiles ----------------------------------------------------------------------------------
 

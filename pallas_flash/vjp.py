@@ -61,7 +61,9 @@ def _forward(implementation: ModuleType, marked: Any) -> tuple[tuple[Array, Arra
             leaf.perturbed for leaf in jax.tree.leaves(getattr(marked, name), is_leaf=_is_primal)
         )
     )
-    out, lse = named(*implementation.forward(call))
+    # Through the function itself, so that a derivative of this rule meets the rule again.
+    result: Any = attention(implementation, call)
+    out, lse = named(*result)
     return (out, lse), _Residuals(call, out, lse, wanted)
 
 
@@ -72,12 +74,12 @@ def _backward(implementation: ModuleType, residuals: _Residuals, cotangents: Any
         dlse = None
     if _is_zero(dout):
         if dlse is None:
-            return (_cotangent(call, Gradients()),)
+            return (cotangent(call, Gradients()),)
         dout = jnp.zeros(residuals.out.shape, residuals.out.dtype)
     gradients: Any = _gradients(
         implementation, wanted, call, residuals.out, residuals.lse, dout, dlse
     )
-    return (_cotangent(call, gradients),)
+    return (cotangent(call, gradients),)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -142,7 +144,7 @@ def _is_zero(cotangent: Any) -> bool:
     return isinstance(cotangent, jax.custom_derivatives.SymbolicZero)
 
 
-def _cotangent(call: AttentionCall, gradients: Gradients) -> AttentionCall:
+def cotangent(call: AttentionCall, gradients: Gradients) -> AttentionCall:
     """Gradients as a cotangent of the whole call; None stands for zero."""
     leaves = gradients._asdict()
     captured = leaves.pop("score_mod")
