@@ -13,8 +13,10 @@ A killed sweep continues when the same command is given again.
 
 import dataclasses
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -33,6 +35,7 @@ from experiments.training.checkpoint import read_json, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 VERBS = ("run", "plan", "status", "fit", "report", "work")
+LEAST_SCALE = 0.25  # budgets are not scaled below this part of what was asked
 COMPILE_ALL = 1.3  # of the time for the training program, for that of evaluation too
 START_SECONDS = 6.0  # of a worker process: imports and opening the data
 EVAL_SHARE = 1 / 3  # a held-out token costs a forward pass, a third of a training token
@@ -56,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
     if verb not in VERBS:
         print(f"error: unknown command {verb!r}; choose from {', '.join(VERBS)}", file=sys.stderr)
         return 2
-    _use_compile_cache()
+    _set_up_jax()
     try:
         if verb in ("run", "plan"):
             config = parse_config(args)
@@ -99,25 +102,32 @@ def parse_config(args: list[str]) -> SweepConfig:
 def run_sweep(config: SweepConfig) -> int:
     """The whole story."""
     begun = time.monotonic()
-    dataset = open_data(config)
-    folder = Path(config.out)
-    if (folder / "config.json").exists():
-        run = runs.open_run(folder)
-        runs.check_same_sweep(run, config)
-        runs.check_same_data(run, dataset)
-        data = DeviceData(dataset)
-        print(f"{folder}: continuing, {len(run.unfinished())} of {len(run.plan.points)} left")
-    else:
-        data = DeviceData(dataset)
-        plan, scale, estimate = plan_for_machine(config, data)
-        run = runs.create_run(config, plan, scale=scale, estimate=estimate, dataset=dataset)
-        print_plan(run)
+    data = DeviceData(open_data(config))
+    with runs.exclusive(Path(config.out)):
+        run = open_or_create(config, data)
     train_all(run, data, workers=config.workers)
     result = fit_run(run, FitConfig(delta=config.delta, bootstrap=config.bootstrap))
     path = write_report(run, result)
     print(f"done in {progress.clock(time.monotonic() - begun)}")
     print(summary_line(path, result))
     return 0
+
+
+def open_or_create(config: SweepConfig, data: DeviceData) -> Run:
+    """The run in the sweep's folder, planned now if there is none."""
+    folder = Path(config.out)
+    if (folder / "config.json").exists():
+        run = runs.open_run(folder)
+        runs.check_same_sweep(run, config)
+        runs.check_same_data(run, data.dataset)
+        print(
+            f"{folder}: continuing, {len(run.unfinished())} of {len(run.plan.points)} points left"
+        )
+        return run
+    plan, scale, estimate = plan_for_machine(config, data)
+    run = runs.create_run(config, plan, scale=scale, estimate=estimate, dataset=data.dataset)
+    print_plan(run)
+    return run
 
 
 def open_data(config: SweepConfig) -> TokenDataset:
@@ -142,7 +152,11 @@ def show_plan(config: SweepConfig) -> int:
 def plan_for_machine(
     config: SweepConfig, data: DeviceData
 ) -> tuple[Plan, float, dict[str, tuple[float, float]]]:
-    """A plan that fits `max_minutes` here, the factor on its budgets, and seconds per point."""
+    """A plan that fits `max_minutes` here, the factor on its budgets, and seconds per point.
+
+    Budgets shrink to `LEAST_SCALE` at most: a smaller sweep would be another experiment, so it is
+    left as it is and takes longer than asked; its plan says how long.
+    """
     begun = time.monotonic()
     tokens = len(data.dataset.train)
     rates: dict[tuple, tuple[float, float]] = {}
@@ -152,12 +166,12 @@ def plan_for_machine(
         estimate = estimate_seconds(plan, data, rates)
         total = total_seconds({k: t + f for k, (t, f) in estimate.items()}, config.workers)
         room = 60 * config.max_minutes - (time.monotonic() - begun)
-        if total <= room:
-            return plan, scale, estimate
+        if total <= room or scale <= LEAST_SCALE:
+            break
         # Leave what does not shrink with the budgets (compiling, evaluating) out of the ratio.
         fixed = total_seconds({k: f for k, (_, f) in estimate.items()}, config.workers)
-        share = max(0.1, (0.95 * room - fixed) / max(total - fixed, 1e-9))
-        scale = float(f"{scale * min(share, 0.9):.2g}")
+        share = min(0.9, (0.95 * room - fixed) / max(total - fixed, 1e-9))
+        scale = max(LEAST_SCALE, float(f"{scale * max(share, 0.01):.2g}"))
     return plan, scale, estimate
 
 
@@ -228,6 +242,8 @@ def print_plan(run: Run) -> None:
         )
     workers = run.config.workers
     total = total_seconds(seconds, workers)
+    if total > 60 * run.config.max_minutes:
+        print(f"- this is slower than --max-minutes {run.config.max_minutes:g}: a busy machine?")
     print(
         f"{len(rows)} points, {run.plan.flops:.3g} FLOPs on {run.dataset['name']} "
         f"({run.dataset['train_tokens']:,} training tokens), about {progress.clock(total)} with "
@@ -268,10 +284,8 @@ def _run_workers(run: Run, count: int) -> None:
         )
     command = [sys.executable, "-m", "experiments.sweep", "work", "--out", str(run.folder)]
     command += ["--parent", str(os.getpid())]
-    # One thread each: operations of small models are too short to be worth sharing out.
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    env = os.environ | {"XLA_FLAGS": flags.strip(), "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
+    env = os.environ | {"PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
     logs = [run.folder / f"worker-{i}.log" for i in range(count)]
     children = []
     try:
@@ -300,8 +314,15 @@ def join(run: Run, options: FolderOptions) -> int:
     """Be one more worker of a sweep."""
     dataset = open_data(run.config)
     runs.check_same_data(run, dataset)
-    parent = options.parent
-    work(run, DeviceData(dataset), stop=lambda: parent is not None and os.getppid() != parent)
+    # A scheduler's notice, or the death of the sweep that started this: save and go.
+    noticed = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: noticed.set())
+
+    def stop() -> bool:
+        orphaned = options.parent is not None and os.getppid() != options.parent
+        return noticed.is_set() or orphaned
+
+    work(run, DeviceData(dataset), stop=stop)
     return 0
 
 
@@ -353,8 +374,14 @@ def status(run: Run, _: FolderOptions) -> int:
     return 0
 
 
-def _use_compile_cache() -> None:
-    """Keep compiled programs on disk: workers and later sweeps of the same shapes reuse them."""
+def _set_up_jax() -> None:
+    """Settings that must come before JAX first touches a device."""
+    # One CPU thread a process: operations of small models are too short to be worth sharing out,
+    # so cores are used by running several workers.
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "xla_cpu_multi_thread_eigen" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_multi_thread_eigen=false".strip()
+    # Compiled programs stay on disk: workers and later sweeps of the same shapes reuse them.
     if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", ".jax_cache")
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)

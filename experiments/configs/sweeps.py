@@ -39,19 +39,19 @@ def cpu() -> SweepConfig:
 def smoke() -> SweepConfig:
     """The whole path in under a minute on two cores; its exponents mean little."""
     return SweepConfig(
-        budgets=(1.2e10, 2.7e10, 6e10),
+        budgets=(1e10, 2e10),
         ladder=("8x1", "16x1", "32x1"),
         sizes_per_budget=3,
         corpus="sample",
         out="runs/smoke",
         seq_len=64,
         expected_params=7e3,
-        expected_budget=2.7e10,
+        expected_budget=1.5e10,
         lr_scale=0.25,
         heldout_tokens=65_536,
         workers=cores(),
         bootstrap=200,
-        max_minutes=1.0,
+        max_minutes=3.0,
     )
 
 

@@ -95,7 +95,16 @@ def create_run(
     scale: float = 1.0,
     estimate: dict[str, tuple[float, float]] | None = None,
 ) -> Run:
-    """Write a new sweep folder."""
+    """Write a new sweep folder.
+
+    Raises:
+      SweepError: the folder holds results whose plan is gone.
+    """
+    if any(Path(config.out).glob("points/*/result.json")):
+        raise SweepError(
+            f"{config.out} holds finished points but no config.json that says what they are; "
+            "choose another --out, or delete the folder"
+        )
     described = describe_dataset(dataset)
     run = Run(Path(config.out), config, plan, scale, described, estimate or {})
     for point in plan.points:
@@ -191,6 +200,15 @@ def check_same_data(run: Run, dataset: TokenDataset) -> None:
             f"{run.dataset['fingerprint'][:12]}) than the corpus gives now ({dataset.name}, "
             f"{dataset.fingerprint[:12]}). Choose another --out"
         )
+
+
+@contextlib.contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Wait until no other process plans in this folder: two runs started at once share one plan."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @contextlib.contextmanager

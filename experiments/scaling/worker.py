@@ -27,7 +27,7 @@ from models.loss import next_token_loss
 
 MAX_CHUNK = 128  # steps in one compiled call, at most
 CHUNK_SECONDS = 1.0  # and about this long: what a stop request or a progress bar waits for
-CHECKPOINT_SECONDS = 20.0  # a kill loses at most this much of a point
+CHECKPOINT_SECONDS = 45.0  # a kill loses at most this much of a point
 EVAL_TOKENS = 16_384  # tokens of one held-out batch
 
 
@@ -265,6 +265,7 @@ def precompile(points: list[Point], data: DeviceData, *, threads: int = 8) -> No
         batches = data.dataset.batches(point.batch_size, point.seq_len, seed=point.seed)
         starts = window_starts(batches, 0, 1, point.seq_len)
         state = jax.eval_shape(programs.init, jax.random.key(0))
+        programs.init.lower(jax.random.key(0)).compile()
         programs.chunk.lower(state, data.stream, starts, 1, schedule_of(point)).compile()
         heldout = data.heldout(point.seq_len, point.heldout_tokens)
         programs.evaluate.lower(state.params, heldout).compile()

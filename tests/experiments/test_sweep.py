@@ -171,14 +171,16 @@ def test_kill_nine_then_continue_equals_unbroken(tmp_path, dataset, straight, da
     run = new_run(tmp_path / "run", dataset)
     program = (
         "import sys, time; from pathlib import Path\n"
-        "sys.path.insert(0, 'tests/experiments')\n"
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
         "import test_sweep as t; from experiments.scaling import runs, worker\n"
         "data = worker.DeviceData(t.make_dataset())\n"
         f"run = runs.open_run(Path({str(run.folder)!r}))\n"
         "worker.CHECKPOINT_SECONDS = 0\n"
         "worker.work(run, data, stop=lambda: time.sleep(0.2))\n"
     )
-    child = subprocess.Popen([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": "."})
+    paths = os.pathsep.join([str(sweep.ROOT), os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"PYTHONPATH": paths}
+    child = subprocess.Popen([sys.executable, "-c", program], env=env)
     first, *_ = (run.point_folder(p) for p in run.plan.points)
     deadline = time.monotonic() + 240
     states = [run.point_folder(p) / "state.npz" for p in run.plan.points]
@@ -202,6 +204,23 @@ def test_another_sweep_in_the_same_folder_is_refused(straight):
 def test_another_corpus_is_refused(straight, dataset):
     with pytest.raises(runs.SweepError, match="other tokens"):
         runs.check_same_data(straight, replace(dataset, fingerprint="1" * 64))
+
+
+def test_results_without_their_plan_are_refused(tmp_path, dataset):
+    run = new_run(tmp_path / "run", dataset)
+    (run.point_folder(run.plan.points[0]) / "result.json").write_text("{}")
+    (run.folder / "config.json").unlink()
+    with pytest.raises(runs.SweepError, match=r"no config\.json"):
+        runs.create_run(run.config, run.plan, dataset=dataset)
+
+
+def test_programs_compiled_ahead_are_the_ones_used(data):
+    points = make_plan(replace(TINY, batch_size=2), corpus_tokens=10**6).points[:1]
+    worker.precompile(list(points), data)
+    chunk = worker.programs_for(points[0].shape).chunk
+    seconds, _ = worker.measure_step(points[0], data, seconds=0.01)
+    assert 0 < seconds < 1
+    assert chunk._cache_size() == 1  # one program, whatever the number of steps
 
 
 def test_opened_run_equals_created(straight):
