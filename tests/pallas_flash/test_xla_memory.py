@@ -51,3 +51,18 @@ def test_the_quadratic_reference_would_fail_this():
         return jnp.sum(pallas_flash.dot_product_attention(q, k, v, implementation="reference"))
 
     assert temporaries(jax.grad(loss), x, x, x) > 4 * T**2
+
+
+@pytest.mark.parametrize("kind", ["bias", "segments", "score_mod"])
+def test_memory_is_linear_with_every_kind_of_operand(kind):
+    def options(T: int) -> dict:
+        ids = jax.ShapeDtypeStruct((1, T), jnp.int32)
+        return {
+            "bias": {"bias": jax.ShapeDtypeStruct((1, 1, 1, T), jnp.float32)},
+            "segments": {"query_segment_ids": ids, "key_value_segment_ids": ids},
+            "score_mod": {"score_mod": lambda score, b, n, i, j: score + jnp.sin(i - j)},
+        }[kind]
+
+    small, large = (temporary_bytes(T, **options(T)) for T in (8192, 16384))
+    assert large < 2.2 * small
+    assert large < 4 * 16384**2 / 50
