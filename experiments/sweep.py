@@ -27,7 +27,7 @@ from experiments.configs.sweeps import PRESETS
 from experiments.data import CorpusError, TokenDataset, load_dataset
 from experiments.scaling import progress, runs
 from experiments.scaling.fit import FitConfig, fit_points
-from experiments.scaling.ladder import Plan, SweepConfig, make_plan, scale_budgets
+from experiments.scaling.ladder import Plan, Point, SweepConfig, make_plan, scale_budgets
 from experiments.scaling.report import summary_line, write_report
 from experiments.scaling.runs import Run, SweepError
 from experiments.scaling.worker import DeviceData, Stopped, measure_step, precompile, work
@@ -39,6 +39,7 @@ LEAST_SCALE = 0.25  # budgets are not scaled below this part of what was asked
 COMPILE_ALL = 1.3  # of the time for the training program, for that of evaluation too
 START_SECONDS = 6.0  # of a worker process: imports and opening the data
 EVAL_SHARE = 1 / 3  # a held-out token costs a forward pass, a third of a training token
+MEASURED_FLOPS = 2e10  # of one step that a CPU is timed with, at most
 MARGIN = 1.15  # workers share caches and memory; the measurement ran alone
 
 
@@ -187,7 +188,7 @@ def estimate_seconds(
     shapes = {p.shape: p for p in sorted(plan.points, key=lambda p: p.flops_per_token)}
     new = [p for shape, p in shapes.items() if shape not in rates]
     if on_cpu:
-        new = [] if rates else [new[len(new) // 2]]
+        new = [] if rates else [_quick_to_measure(new[len(new) // 2])]
     else:
         precompile(new, data)
     for point in new:
@@ -203,6 +204,14 @@ def estimate_seconds(
             seen.add(point.shape)
         seconds[point.id] = (MARGIN * per_flop * point.flops, MARGIN * fixed)
     return seconds
+
+
+def _quick_to_measure(point: Point) -> Point:
+    """The point, or the same with smaller batches if one step would take a CPU many seconds."""
+    sequence_flops = point.flops_per_token * point.seq_len
+    return dataclasses.replace(
+        point, batch_size=max(1, min(point.batch_size, int(MEASURED_FLOPS / sequence_flops)))
+    )
 
 
 def total_seconds(seconds: dict[str, float], workers: int) -> float:

@@ -307,6 +307,7 @@ def _certificate(best, thetas, values, x, y, log_loss, delta) -> dict:
     held = ((best <= low) & (gradient > 0)) | ((best >= high) & (gradient < 0))
     gradient = np.where(held, 0.0, gradient)
     value = np.nanmin(values)
+    floor = 1e-18 * len(log_loss)  # residuals of 1e-9 are rounding, not misfit
     agree = values <= 1.01 * value
     others = values[~agree & np.isfinite(values)]
     diagonal = np.sqrt(np.diag(gauss_newton))
@@ -316,8 +317,8 @@ def _certificate(best, thetas, values, x, y, log_loss, delta) -> dict:
     # no variance left means that the data do not tell the two apart at all
     joint = inverse[3, 4] / np.sqrt(variance) if variance > 0 else 1.0
     return {
-        # Newton decrement scale: |g| in units where the Gauss-Newton diagonal is one
-        "gradient": float(np.abs(gradient / diagonal).max() / np.sqrt(value)) if value > 0 else 0.0,
+        # slope in units where the Gauss-Newton diagonal is one, against the residuals' size
+        "gradient": float(np.abs(gradient / diagonal).max() / np.sqrt(max(value, floor))),
         "starts": len(values),
         "starts_within_1pct": float(agree.mean()),
         "next_basin": float(others.min() / value) if len(others) and value > 0 else None,

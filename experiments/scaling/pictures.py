@@ -54,7 +54,7 @@ def short(value: float) -> str:
 
 
 def _colours(count: int) -> list:
-    return list(matplotlib.colormaps["viridis"](np.linspace(0.08, 0.82, max(count, 1))))
+    return list(matplotlib.colormaps["viridis"](np.linspace(0.08, 0.82, count)))
 
 
 def _figure(columns: int, width: float, height: float) -> tuple[Figure, Sequence[Axes]]:

@@ -20,9 +20,9 @@ from experiments.training.checkpoint import read_json, write_json
 FIT = FitConfig(starts=32, bootstrap=32)
 
 
-def finished_run(folder, *, slope=0.0) -> runs.Run:
+def finished_run(folder, *, slope=0.0, **changes) -> runs.Run:
     """The default CPU plan as if trained: losses of a planted surface, tilted by `slope` log N."""
-    config = replace(PRESETS["cpu"](), out=str(folder))
+    config = replace(PRESETS["cpu"](), out=str(folder), **changes)
     plan = make_plan(config, corpus_tokens=4_000_000)
     run = runs.create_run(config, plan, dataset=make_dataset())
     surface = {"E": 1.3, "A": 16.0, "B": 5000.0, "alpha": 0.38, "beta": 0.73}
@@ -93,6 +93,17 @@ def test_without_interior_minima_no_exponent_is_printed(tmp_path):
     assert "a = " not in line
     assert "add a size near N = " in line
     assert not (run.folder / "power_laws.png").exists()
+
+
+def test_a_grid_of_sizes_and_tokens_reports_the_surface_alone(tmp_path):
+    sizes, tokens = ("8x2", "16x2", "32x2", "64x2"), (2e5, 7e5, 2.5e6)
+    run = finished_run(tmp_path / "grid", budgets=(), sizes=sizes, tokens=tokens)
+    fit = sweep.fit_run(run, FIT)
+    assert fit["isoflop"] is None
+    assert fit["parametric"]["alpha"] == pytest.approx(0.38, rel=0.01)
+    page = write_report(run, fit).read_text()
+    assert "exponents not determined: no IsoFLOP curves" in page
+    assert not (run.folder / "isoflop.png").exists()
 
 
 def test_text_from_a_folder_name_is_escaped(tmp_path, fit):
