@@ -314,7 +314,8 @@ def _tile(problem: Problem, inputs: Inputs, entry: Index) -> Tile:
         found = found.in_tiles(tiles.keys)
         # A tile that sees nothing still visits one (masked) tile, so that every loop has a first.
         lo = jnp.minimum(found.lo, jnp.int32(pl.cdiv(sizes.S, tiles.keys) - 1))
-        return Bounds(lo, found.full_lo, found.full_hi, jnp.maximum(found.hi, lo + 1))
+        hi = jnp.where(found.hi > found.lo, found.hi, lo + 1)
+        return Bounds(lo, found.full_lo, found.full_hi, hi)
 
     first = unit * (tiles.queries * tiles.cluster)
     if tiles.cluster == 1:
