@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from experiments.scaling.ladder import SweepConfig
 
-CPU_LADDER = ("8x2", "12x2", "16x2", "24x2", "32x2", "48x2", "64x2", "96x2")
+CPU_LADDER = ("8x2", "12x2", "16x2", "24x2", "32x2", "48x2", "64x2", "80x2", "96x2")
 GPU_LADDER = (
     *("64x2", "64x4", "96x3", "128x4", "160x4", "192x5"),
     *("256x5", "320x6", "384x6", "448x7", "512x8", "640x8"),
@@ -27,9 +27,9 @@ def cpu() -> SweepConfig:
         budgets=(6e10, 1.9e11, 6e11),
         ladder=CPU_LADDER,
         corpus="sample",
-        expected_params=2.3e4,
+        expected_params=2.4e4,
         expected_budget=1.9e11,
-        expected_exponent=0.6,
+        expected_exponent=0.64,
         lr_scale=0.2,
         lr_max=0.015,
         workers=cores(),
