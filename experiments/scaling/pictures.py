@@ -85,6 +85,7 @@ def draw_isoflop(path: Path, points: Points, isoflop: dict, *, bits: float | Non
     with matplotlib.rc_context(STYLE):
         figure, (ax,) = _figure(1, 8.2, 5.4)
         entries = isoflop["budgets"]
+        outside = False
         for entry, colour in zip(entries, _colours(len(entries)), strict=True):
             rows = points.budget == entry["budget"]
             usable = entry["n_opt"] is not None
@@ -93,6 +94,7 @@ def draw_isoflop(path: Path, points: Points, isoflop: dict, *, bits: float | Non
             shade = colour if usable else REFUSED
             size, loss = points.params[rows], points.loss[rows]
             inside = _in_window(size, entry)
+            outside |= not inside.all()
             ax.scatter(size[inside], loss[inside], s=42, color=shade, label=label, zorder=3)
             ax.scatter(size[~inside], loss[~inside], s=38, fc="white", ec=shade, lw=1.4, zorder=3)
             if usable:
@@ -107,7 +109,8 @@ def draw_isoflop(path: Path, points: Points, isoflop: dict, *, bits: float | Non
         ax.plot(
             [], [], "*", ms=12, color="#f0b429", mec="0.3", label="minimum, interval on the axis"
         )
-        ax.plot([], [], "o", mfc="white", mec="0.3", label="run outside the local fit")
+        if outside:
+            ax.plot([], [], "o", mfc="white", mec="0.3", label="run outside the local fit")
         ax.legend(loc="upper right")
         ax.set_ylim(*limits)
         if bits is not None:
