@@ -37,6 +37,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(json.dumps(result, indent=1, allow_nan=False) if options.json else describe(result))
+    if result["parametric"] is None and result["isoflop"] is None:
+        print("error: nothing could be fitted; the warnings say why", file=sys.stderr)
+        return 1
     return 0
 
 

@@ -68,8 +68,8 @@ def dot_product_attention(
       mask: boolean, True is visible; rank 2 to 4, broadcastable to (B, N, T, S).
       scale: factor of q . k, a number or a scalar array; 1 / sqrt(H) if None.
       is_causal: hide the keys after each query.
-      query_seq_lengths: (B,) integers; later queries see nothing.
-      key_value_seq_lengths: (B,) integers; later keys are seen by nobody.
+      query_seq_lengths: (B,) integers, clipped to [0, T]; later queries see nothing.
+      key_value_seq_lengths: (B,) integers, clipped to [0, S]; later keys are seen by nobody.
       local_window_size: (left, right) numbers of keys visible beside the query's own place, or one
         number for both; None in a pair is unbounded.
       implementation: "reference", "xla", "triton" or "mosaic"; None takes the fastest that serves

@@ -25,6 +25,9 @@ def flax_attention_fn(**options: Any) -> Callable[..., Array]:
     default) drops one pattern for all heads and batch rows; ours draws for each of them, as
     `broadcast_dropout=False` does, so the adapter drops at the same rate but not the same weights.
 
+    With Flax's `decode=True` leave `is_causal` out: Flax then passes one query, the whole cache and
+    a mask of its own.
+
     Args:
       **options: further arguments of `dot_product_attention`, such as `is_causal`,
         `local_window_size` or `implementation`.
@@ -33,6 +36,8 @@ def flax_attention_fn(**options: Any) -> Callable[..., Array]:
       (..., S, K, Hv) that returns (..., T, N, Hv).
 
     Raises (when called):
+      ValueError: `is_causal` with fewer queries than keys and no `causal_alignment`: a query at the
+        top left of a cache would see its first slot only.
       NotImplementedError: Flax asks for something that exists only with a weight matrix, such as
         `sow_weights`, or for RoPE inside the attention function.
     """
@@ -70,6 +75,13 @@ def flax_attention_fn(**options: Any) -> Callable[..., Array]:
                 return x.reshape(1, *x.shape[-3:])
             return jnp.broadcast_to(x, (*lead, *x.shape[-3:])).reshape(-1, *x.shape[-3:])
 
+        causal = is_causal or options.get("is_causal", False)
+        if causal and query.shape[-3] < key.shape[-3] and "causal_alignment" not in options:
+            raise ValueError(
+                f"is_causal with {query.shape[-3]} queries and {key.shape[-3]} keys: which key "
+                "does the first query stand at? When decoding with a cache leave is_causal out (Flax "
+                "passes a mask), otherwise give causal_alignment to flax_attention_fn"
+            )
         drops = dropout_rate > 0 and not deterministic
         out = dot_product_attention(
             one_batch_axis(query),
@@ -79,7 +91,7 @@ def flax_attention_fn(**options: Any) -> Callable[..., Array]:
             None if mask is None else matrix(mask.astype(bool)),
             dropout_rate=dropout_rate if drops else 0.0,
             dropout_rng=dropout_rng if drops else None,
-            **{**options, "is_causal": is_causal or options.get("is_causal", False)},
+            **{**options, "is_causal": causal},
         )
         return out.reshape(*lead, *out.shape[1:])
 

@@ -17,6 +17,7 @@ from experiments.scaling.parametric import ParametricConfig, fit_parametric
 
 REQUIRED = ("params", "tokens", "loss")
 OPTIONAL = ("flops", "budget", "seed")
+LETTERS = {"params": "N", "tokens": "D", "flops": "C"}  # also taken, as the papers write them
 SAME_BUDGET = 0.02  # without a budget column, FLOPs this close count as one budget
 
 
@@ -64,6 +65,14 @@ def make_points(table: dict[str, list], rows: list[str]) -> Points:
     return Points(**columns, rows=tuple(rows))
 
 
+def _column(name: str, header: list[str], given: dict[str, str]) -> str:
+    """The header's name of a column: what the caller said, ours, or the papers' letter."""
+    if name in given:
+        return given[name]
+    letter = LETTERS.get(name, name)
+    return letter if name not in header and letter in header else name
+
+
 def read_points(path: Path, *, names: dict[str, str] | None = None) -> Points:
     """Read a CSV with columns params, tokens, loss and optionally flops, budget, seed.
 
@@ -80,13 +89,13 @@ def read_points(path: Path, *, names: dict[str, str] | None = None) -> Points:
         reader = csv.DictReader(file)
         header = [name.strip() for name in reader.fieldnames or []]
         reader.fieldnames = header
-        names = {name: (names or {}).get(name, name) for name in REQUIRED + OPTIONAL}
+        names = {name: _column(name, header, names or {}) for name in REQUIRED + OPTIONAL}
         missing = [names[name] for name in REQUIRED if names[name] not in header]
         if missing:
             raise ValueError(
                 f"{path}: no column {', '.join(missing)}; the header is "
                 f"{', '.join(header) or 'empty'}. Needed: {', '.join(REQUIRED)}; optional: "
-                f"{', '.join(OPTIONAL)}"
+                f"{', '.join(OPTIONAL)}. Other names: --columns params=YOURS tokens=YOURS"
             )
         present = [name for name in REQUIRED + OPTIONAL if names[name] in header]
         table: dict[str, list] = {name: [] for name in present}

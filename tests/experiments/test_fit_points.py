@@ -140,10 +140,27 @@ def test_command_reads_other_column_names(tmp_path, capsys):
     assert "alpha" in capsys.readouterr().out
 
 
+def test_the_papers_letters_are_column_names_too(tmp_path):
+    path = tmp_path / "points.csv"
+    path.write_text("C,N,D,loss\n12,1,2,3\n")
+    both = tmp_path / "both.csv"
+    both.write_text("N,params,tokens,loss\n9,1,2,3\n")  # our own name wins
+    for points in (read_points(path), read_points(both)):
+        assert (points.params[0], points.tokens[0], points.loss[0]) == (1, 2, 3)
+
+
+def test_a_fit_of_nothing_is_a_failure(tmp_path, capsys):
+    path = tmp_path / "two.csv"
+    path.write_text("params,tokens,loss\n1e6,1e7,3\n2e6,1e7,2.9\n")
+    assert command.main([str(path), "--bootstrap", "0", "--starts", "8"]) == 1
+    assert "nothing could be fitted" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("params,tokens\n1,2\n", "no column loss"),
+        ("size,tokens,loss\n1,2,3\n", "--columns params=YOURS"),
         ("params,tokens,loss\n1,2,three\n", "line 2, column loss: 'three' is not a number"),
         ("params,tokens,loss\n1,2\n", "line 2, column loss"),
         ("params,tokens,loss\n", "no rows"),

@@ -87,3 +87,16 @@ def test_weights_cannot_be_sown():
     )
     with pytest.raises(NotImplementedError, match="sow_weights"):
         layer(X, sow_weights=True)
+
+
+def test_decoding_with_a_cache_equals_flax_and_causal_there_is_refused():
+    def decode(attention_fn) -> list:
+        kwargs = {} if attention_fn is None else {"attention_fn": attention_fn}
+        layer = nnx.MultiHeadAttention(4, 16, decode=True, rngs=nnx.Rngs(0), **kwargs)
+        layer.init_cache(X.shape)
+        return [np.asarray(layer(X[:, i : i + 1])) for i in range(4)]
+
+    for got, want in zip(decode(OURS), decode(None), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    with pytest.raises(ValueError, match=r"1 queries and 12 keys.*leave is_causal out"):
+        decode(pallas_flash.flax_attention_fn(is_causal=True))
