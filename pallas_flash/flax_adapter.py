@@ -79,8 +79,8 @@ def flax_attention_fn(**options: Any) -> Callable[..., Array]:
         if causal and query.shape[-3] < key.shape[-3] and "causal_alignment" not in options:
             raise ValueError(
                 f"is_causal with {query.shape[-3]} queries and {key.shape[-3]} keys: which key "
-                "does the first query stand at? When decoding with a cache leave is_causal out (Flax "
-                "passes a mask), otherwise give causal_alignment to flax_attention_fn"
+                "does the first query stand at? When decoding with a cache leave is_causal out "
+                "(Flax passes a mask), otherwise give causal_alignment to flax_attention_fn"
             )
         drops = dropout_rate > 0 and not deterministic
         out = dot_product_attention(
