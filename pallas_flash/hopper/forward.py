@@ -153,10 +153,10 @@ def _whole_rows(x: Array) -> Array:
 def _launch(
     problem: Problem, lengths: Array | None, query: Array, key: Array, value: Array
 ) -> tuple[Array, Array]:
-    sizes, tiles = problem.sizes, problem.tiles
+    sizes, tiles, mask = problem.sizes, problem.tiles, problem.mask
     heads = sizes.B * sizes.N
     costs = work.unit_costs(
-        problem.mask if not problem.mask.has_lengths else Mask(is_causal=problem.mask.is_causal),
+        Mask(is_causal=mask.is_causal) if mask.has_lengths else mask,
         sizes.T,
         sizes.S,
         tiles.queries * tiles.cluster,
@@ -183,11 +183,8 @@ def _launch(
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         **({"cluster": (2,), "cluster_names": ("cta",)} if tiles.cluster == 2 else {}),
     )
-    return launch(jnp.asarray(lists.reshape(-1)), *_present(lengths), query, key, value)
-
-
-def _present(lengths: Array | None) -> tuple[Array, ...]:
-    return () if lengths is None else (lengths,)
+    given = () if lengths is None else (lengths,)
+    return launch(jnp.asarray(lists.reshape(-1)), *given, query, key, value)
 
 
 def _scratch(problem: Problem) -> Scratch:
