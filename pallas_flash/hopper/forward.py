@@ -124,14 +124,9 @@ def forward(
     tiles.check(sizes.H, sizes.Hv)
     assert call.static_scale is not None  # `unsupported` refuses a traced scale
     query, key, value = (_whole_rows(x) for x in (call.query, call.key, call.value))
-    problem = Problem(
-        sizes,
-        jax.tree.map(lambda _: 0, mask),
-        call.static_scale,
-        tiles,
-        multiprocessors,
-        call.query.dtype,
-    )
+    fields = jax.tree.map(lambda _: 0, mask)
+    dtype = call.query.dtype
+    problem = Problem(sizes, fields, call.static_scale, tiles, multiprocessors, dtype)
     lengths = None
     if mask.has_lengths:
         lengths = jnp.concatenate(
@@ -380,12 +375,11 @@ def _consume(
     out: Refs,
     lse: Refs,
     warpgroup: Index,
-    position: Index,
+    _position: Index,
     tile: Tile,
     step: Index,
 ) -> Index:
     """A consumer's part of one query tile: 64 rows of output and LSE."""
-    del position
     tiles, barriers = problem.tiles, scratch.barriers
     row = tile.row + warpgroup * ROWS
     step = _drop(problem, scratch, tile.hi - tile.bounds.hi, step)
