@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import pallas_flash
+from pallas_flash.mask import Mask
 from pallas_flash.shapes import Case
 
 # Everything that must mean what the reference means, on any machine.
@@ -20,6 +21,24 @@ IMPLEMENTATIONS = ("xla", "triton")
 
 # Compiling takes longer than running here.
 QUICK = {"xla_backend_optimization_level": 0}
+
+
+def abstract(shape, dtype) -> Any:
+    """Shape and dtype where an array is expected: enough for tracing and lowering."""
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+# Every kind of interval mask, for kernels that are only lowered.
+_LENGTHS = abstract((2,), jnp.int32)
+ABSTRACT_MASKS = {
+    "none": Mask(),
+    "causal": Mask(is_causal=True),
+    "window": Mask(window=(100, 20)),
+    "causal window, bottom right": Mask(
+        is_causal=True, window=(100, None), causal_alignment="bottom_right"
+    ),
+    "lengths": Mask(is_causal=True, query_lengths=_LENGTHS, key_value_lengths=_LENGTHS),
+}
 
 
 def draw(

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from problems import ABSTRACT_MASKS as MASKS
+from problems import abstract
 
 import pallas_flash
 from pallas_flash.call import AttentionCall
@@ -16,23 +18,6 @@ from pallas_flash.hopper import attention, work
 from pallas_flash.hopper.forward import forward
 from pallas_flash.hopper.tile_sizes import SMEM_LIMIT, TUNED, ForwardTiles, default_forward_tiles
 from pallas_flash.mask import Mask
-
-
-def abstract(shape, dtype) -> Any:
-    """Shape and dtype where an array is expected: enough for tracing and lowering."""
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-LENGTHS = abstract((2,), jnp.int32)
-MASKS = {
-    "none": Mask(),
-    "causal": Mask(is_causal=True),
-    "window": Mask(window=(100, 20)),
-    "causal window, bottom right": Mask(
-        is_causal=True, window=(100, None), causal_alignment="bottom_right"
-    ),
-    "lengths": Mask(is_causal=True, query_lengths=LENGTHS, key_value_lengths=LENGTHS),
-}
 
 
 def lower(call: AttentionCall, tiles: ForwardTiles) -> str:

@@ -7,35 +7,20 @@ custom call: nothing falls back to the interpreter.
 import dataclasses
 import functools
 import re
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jax._src.pallas.triton import lowering as triton_lowering
+from problems import ABSTRACT_MASKS as MASKS
+from problems import abstract
 
 from pallas_flash import vjp
 from pallas_flash.call import AttentionCall
 from pallas_flash.mask import Mask
 from pallas_flash.triton.attention import Kernels
 
-
-def abstract(shape, dtype) -> Any:
-    """Shape and dtype where an array is expected: enough for tracing and lowering."""
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
 GPUS = {"A100": "NVIDIA A100", "H100": "NVIDIA H100", "L4": "NVIDIA L4"}
-LENGTHS = abstract((2,), jnp.int32)
-MASKS = {
-    "none": Mask(),
-    "causal": Mask(is_causal=True),
-    "window": Mask(window=(100, 20)),
-    "causal window, bottom right": Mask(
-        is_causal=True, window=(100, None), causal_alignment="bottom_right"
-    ),
-    "lengths": Mask(is_causal=True, query_lengths=LENGTHS, key_value_lengths=LENGTHS),
-}
 
 
 @pytest.fixture
