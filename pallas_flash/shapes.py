@@ -101,4 +101,17 @@ LARGE = (
     ),
 )
 
-BY_NAME = {case.name: case for case in SMALL + LARGE}
+# What published attention benchmarks time: 16k tokens, model width 2048.
+PUBLISHED = (
+    Case("d128_s2k", B=8, T=2048, S=2048, N=16, K=16, H=128),
+    Case("d128_s2k_c", B=8, T=2048, S=2048, N=16, K=16, H=128, is_causal=True),
+    Case("d128_s8k", B=2, T=8192, S=8192, N=16, K=16, H=128),
+    Case("d128_s8k_c", B=2, T=8192, S=8192, N=16, K=16, H=128, is_causal=True),
+    Case("d128_s16k_c", B=1, T=16384, S=16384, N=16, K=16, H=128, is_causal=True),
+    Case("llama8b_s8k_c", B=2, T=8192, S=8192, N=32, K=8, H=128, is_causal=True),
+    Case("d64_s4k_c", B=4, T=4096, S=4096, N=32, K=32, H=64, is_causal=True),
+    Case("d64_s16k", B=1, T=16384, S=16384, N=32, K=32, H=64),
+    Case("d256_s8k_c", B=2, T=8192, S=8192, N=8, K=8, H=256, is_causal=True),
+)
+
+BY_NAME = {case.name: case for case in SMALL + LARGE + PUBLISHED}

@@ -40,22 +40,7 @@ RESULTS = Path(__file__).parent / "results"
 Direction = Literal["fwd", "bwd"]
 DTYPES = Literal["bfloat16", "float16", "float32"]
 
-# The shapes that published attention benchmarks time: 16k tokens, model width 2048.
-PUBLISHED = {
-    case.name: case
-    for case in (
-        Case("d128_s2k", B=8, T=2048, S=2048, N=16, K=16, H=128),
-        Case("d128_s2k_c", B=8, T=2048, S=2048, N=16, K=16, H=128, is_causal=True),
-        Case("d128_s8k", B=2, T=8192, S=8192, N=16, K=16, H=128),
-        Case("d128_s8k_c", B=2, T=8192, S=8192, N=16, K=16, H=128, is_causal=True),
-        Case("d128_s16k_c", B=1, T=16384, S=16384, N=16, K=16, H=128, is_causal=True),
-        Case("llama8b_s8k_c", B=2, T=8192, S=8192, N=32, K=8, H=128, is_causal=True),
-        Case("d64_s4k_c", B=4, T=4096, S=4096, N=32, K=32, H=64, is_causal=True),
-        Case("d64_s16k", B=1, T=16384, S=16384, N=32, K=32, H=64),
-        Case("d256_s8k_c", B=2, T=8192, S=8192, N=8, K=8, H=256, is_causal=True),
-    )
-}
-CASES = {**shapes.BY_NAME, **PUBLISHED}
+CASES = shapes.BY_NAME
 # Largest error of an output or gradient, over its largest value in float32.
 TOLERANCE = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 2e-5}
 
@@ -96,7 +81,11 @@ class Options:
             )
 
     def chosen_cases(self) -> tuple[Case, ...]:
-        default = tuple(PUBLISHED) if on_gpu() else ("causal", "grouped", "window")
+        default = (
+            tuple(case.name for case in shapes.PUBLISHED)
+            if on_gpu()
+            else ("causal", "grouped", "window")
+        )
         return tuple(CASES[name] for name in self.cases or default)
 
     def chosen_peers(self) -> tuple[str, ...]:
