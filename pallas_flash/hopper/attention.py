@@ -41,14 +41,6 @@ def unsupported(call: AttentionCall, platform: str) -> str | None:
                 f"{name} has head dim {dim}, the Hopper kernels take 64, 128, 192 and 256 so far; "
                 "'triton' takes any up to 256"
             )
-    # Written and lowered, but not yet run on the hardware: see tests/gpu/test_hopper_forward.py.
-    for name, used in (
-        ("local_window_size", any(side is not None for side in call.mask.window)),
-        ("query_seq_lengths or key_value_seq_lengths", call.mask.has_lengths),
-        ("query and value of unequal head dims", sizes.Hv != sizes.H),
-    ):
-        if used:
-            return f"the Hopper kernels are not proven with {name} yet; 'triton' serves it"
     return _wrong_device(platform)
 
 

@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 import pallas_flash
-from pallas_flash import api
-from pallas_flash.hopper import attention
 from pallas_flash.shapes import Case
 
 pytestmark = [
@@ -57,12 +55,9 @@ def draw(case: Case, dtype=jnp.bfloat16):
 
 
 def attend(arrays, others, implementation):
-    """Output and LSE; the kernel is asked directly, also for what `unsupported` still withholds."""
+    """Output and LSE."""
 
     def run(arrays):
-        if implementation == "mosaic":
-            out, lse = attention.forward(api.build_call(*arrays, **others))
-            return out, lse.transpose(0, 2, 1)
         return pallas_flash.dot_product_attention(
             *arrays, **others, implementation=implementation, return_residual=True
         )
