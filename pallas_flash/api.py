@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from pallas_flash.mask import Alignment, PerRow
 from pallas_flash.varying import vary_like
 
 Window = int | tuple[int | None, int | None]
+Rows = Sequence[int] | Sequence[Sequence[int]]
 
 
 def dot_product_attention(
@@ -26,16 +27,16 @@ def dot_product_attention(
     *,
     scale: float | Float[Array, ""] | None = None,
     is_causal: bool = False,
-    query_seq_lengths: PerRow | None = None,
-    key_value_seq_lengths: PerRow | None = None,
+    query_seq_lengths: PerRow | Sequence[int] | None = None,
+    key_value_seq_lengths: PerRow | Sequence[int] | None = None,
     local_window_size: Window | None = None,
     implementation: str | None = None,
     return_residual: bool = False,
     causal_alignment: Alignment = "top_left",
-    query_segment_ids: Int[Array, "*B T"] | None = None,
-    key_value_segment_ids: Int[Array, "*B S"] | None = None,
-    query_positions: Int[Array, "*B T"] | None = None,
-    key_value_positions: Int[Array, "*B S"] | None = None,
+    query_segment_ids: Int[Array, "*B T"] | Rows | None = None,
+    key_value_segment_ids: Int[Array, "*B S"] | Rows | None = None,
+    query_positions: Int[Array, "*B T"] | Rows | None = None,
+    key_value_positions: Int[Array, "*B S"] | Rows | None = None,
     logits_soft_cap: float | None = None,
     sinks: PerHead | None = None,
     alibi_slopes: PerHead | None = None,
@@ -58,6 +59,8 @@ def dot_product_attention(
     Differs from `jax.nn.dot_product_attention`: a query that sees no key has output 0, LSE -inf and
     zero gradients (there: the mean of the values, or NaN); memory behind `key_value_seq_lengths`
     may hold NaN; `value` may have its own head dim; the LSE is float32 and differentiable.
+
+    Lengths, ids and positions may be arrays or (nested) lists of ints.
 
     Args:
       query: (B, T, N, H), or (T, N, H) for a batch of one; float32, bfloat16, float16 or float64.

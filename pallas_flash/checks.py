@@ -90,10 +90,10 @@ def dense_mask(x: Any, sizes: tuple[int, int, int, int]) -> Array | None:
 
 
 def integers(name: str, x: Any, shape: tuple[int, ...], letters: str) -> Array | None:
-    """Lengths, ids or positions as int32 of exactly this shape."""
+    """Lengths, ids or positions as int32 of exactly this shape; lists of ints are taken too."""
     if x is None:
         return None
-    x = as_array(name, x)
+    x = _integer_list(name, x) if isinstance(x, list | tuple) else as_array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} must be an integer array, got {x.dtype}")
     if x.ndim == len(shape) - 1 and shape[0] == 1:
@@ -101,6 +101,26 @@ def integers(name: str, x: Any, shape: tuple[int, ...], letters: str) -> Array |
     if x.shape != shape:
         raise ValueError(f"{name} must have shape {letters} = {shape}, got {x.shape}")
     return x.astype(jnp.int32)
+
+
+def _integer_list(name: str, x: list | tuple) -> Array:
+    """A (nested) list of ints as an int32 array; nothing is rounded, wrapped or padded."""
+    for item in jax.tree.leaves(x, is_leaf=lambda item: not isinstance(item, list | tuple)):
+        # Under jit the ints of a list are traced scalars.
+        traced = isinstance(item, jax.Array) and not item.ndim
+        dtype = item.dtype if traced else np.dtype(type(item))
+        if not jnp.issubdtype(dtype, jnp.integer):
+            raise TypeError(
+                f"{name} must be an integer array or a list of ints, got a list that holds {item!r}"
+            )
+    try:
+        return jnp.asarray(x, jnp.int32)
+    except OverflowError as error:
+        raise ValueError(f"{name} must fit in 32 bits, got a list that holds more") from error
+    except ValueError as error:
+        raise ValueError(
+            f"{name} must be a list of rows of one length: pad the shorter ones"
+        ) from error
 
 
 def per_head(name: str, x: Any, heads: int) -> Array | None:

@@ -162,6 +162,10 @@ BLOCKS = pallas_flash.block_mask(lambda b, n, i, j: i < j, T=8, S=8)
         (TypeError, "local_window_size must hold static ints", {"local_window_size": 1.5}),
         (ValueError, "query_seq_lengths must have shape", {"query_seq_lengths": jnp.ones(3, int)}),
         (TypeError, "query_seq_lengths must be an integer", {"query_seq_lengths": jnp.ones(2)}),
+        (TypeError, "query_seq_lengths must be an integer .* 2.5", {"query_seq_lengths": [1, 2.5]}),
+        (TypeError, "query_positions .* holds True", {"query_positions": [[0, True]]}),
+        (ValueError, "query_seq_lengths must fit in 32", {"query_seq_lengths": [5, 2**40]}),
+        (ValueError, "query_positions .* rows of one length", {"query_positions": [[0, 1], [0]]}),
         (ValueError, "must be given together", {"query_segment_ids": jnp.ones((2, 5), int)}),
         (ValueError, "causal_alignment must be one of", {"causal_alignment": "left"}),
         (ValueError, "bottom_right", {"causal_alignment": "bottom_right", "query_positions": IDS}),
@@ -178,6 +182,26 @@ BLOCKS = pallas_flash.block_mask(lambda b, n, i, j: i < j, T=8, S=8)
 def test_bad_input_is_named(error, message, options):
     with pytest.raises(error, match=message):
         attention(**{"query": X, "key": X, "value": X, **options})
+
+
+def test_lists_of_ints_are_integer_arrays():
+    ids = [[0, 0, 1, 1, -1], [0, 1, 1, 2, 2]]
+    options: dict[str, Any] = {
+        "is_causal": True,
+        "query_seq_lengths": [5, 3],
+        "key_value_seq_lengths": (4, np.int64(5)),
+        "query_segment_ids": ids,
+        "key_value_segment_ids": tuple(map(tuple, ids)),
+        "query_positions": [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]],
+        "key_value_positions": [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0]],
+    }
+    got = api.build_call(X, X, X, **options).mask
+    arrays = {k: jnp.asarray(v, jnp.int32) for k, v in options.items() if k != "is_causal"}
+    want = api.build_call(X, X, X, is_causal=True, **arrays).mask
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert {x.dtype.name for x in jax.tree.leaves(got)} == {"int32"}
+    lengths = jax.jit(lambda n: api.build_call(X, X, X, query_seq_lengths=n).mask.query_lengths)
+    np.testing.assert_array_equal(lengths([5, 3]), [5, 3])  # traced scalars in a list
 
 
 def test_default_implementation_by_context_and_environment(monkeypatch):
