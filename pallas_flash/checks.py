@@ -93,9 +93,12 @@ def integers(name: str, x: Any, shape: tuple[int, ...], letters: str) -> Array |
     """Lengths, ids or positions as int32 of exactly this shape; lists of ints are taken too."""
     if x is None:
         return None
+    given = x
     x = _integer_list(name, x) if isinstance(x, list | tuple) else as_array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name} must be an integer array, got {x.dtype}")
+    if isinstance(given, np.ndarray) and (given.astype(np.int32) != given).any():
+        raise ValueError(f"{name} must fit in 32 bits, got an array that holds more")
     if x.ndim == len(shape) - 1 and shape[0] == 1:
         x = x[None]
     if x.shape != shape:

@@ -165,6 +165,7 @@ BLOCKS = pallas_flash.block_mask(lambda b, n, i, j: i < j, T=8, S=8)
         (TypeError, "query_seq_lengths must be an integer .* 2.5", {"query_seq_lengths": [1, 2.5]}),
         (TypeError, "query_positions .* holds True", {"query_positions": [[0, True]]}),
         (ValueError, "query_seq_lengths must fit in 32", {"query_seq_lengths": [5, 2**40]}),
+        (ValueError, "query_seq_lengths must fit", {"query_seq_lengths": np.array([5, 2**40])}),
         (ValueError, "query_positions .* rows of one length", {"query_positions": [[0, 1], [0]]}),
         (ValueError, "must be given together", {"query_segment_ids": jnp.ones((2, 5), int)}),
         (ValueError, "causal_alignment must be one of", {"causal_alignment": "left"}),
