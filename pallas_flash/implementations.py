@@ -24,6 +24,11 @@ MODULES = {
     "mosaic": "pallas_flash.hopper.attention",
 }
 NAMES = tuple(MODULES)
+# Names that another library's function of this name takes.
+ELSEWHERE = {
+    "cudnn": ": for cuDNN's kernels call jax.nn.dot_product_attention(implementation='cudnn'), "
+    "for the fastest kernels here pass None"
+}
 # Fastest first.
 PREFERENCE = {"gpu": ("mosaic", "triton", "xla")}
 ENVIRONMENT_VARIABLE = "PALLAS_FLASH_IMPLEMENTATION"
@@ -121,4 +126,5 @@ def _from_environment() -> str | None:
 
 def _check_name(name: str, what: str) -> None:
     if name not in NAMES:
-        raise ValueError(f"{what} must be None or one of {', '.join(NAMES)}, got {name!r}")
+        hint = ELSEWHERE.get(str(name), "")
+        raise ValueError(f"{what} must be None or one of {', '.join(NAMES)}, got {name!r}{hint}")
