@@ -14,6 +14,7 @@ class Attention(nnx.Module):
 
     Query head n reads key/value head n // (N / K). With QK-norm (Henry et al., arXiv:2010.04245;
     as in Qwen-3 and OLMo 2) queries and keys are RMS-normalised over the head dim before RoPE.
+    With `qkv_bias` (as in Qwen-2.5) the three input projections add a bias, the output does not.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -22,9 +23,10 @@ class Attention(nnx.Module):
         model = (config.d_model,)
         heads = (config.num_heads, config.head_dim)
         kv_heads = (config.num_kv_heads, config.head_dim)
-        self.query = Projection(model, heads, param_dtype=dtype, rngs=rngs)
-        self.key = Projection(model, kv_heads, param_dtype=dtype, rngs=rngs)
-        self.value = Projection(model, kv_heads, param_dtype=dtype, rngs=rngs)
+        bias = config.qkv_bias
+        self.query = Projection(model, heads, param_dtype=dtype, rngs=rngs, bias=bias)
+        self.key = Projection(model, kv_heads, param_dtype=dtype, rngs=rngs, bias=bias)
+        self.value = Projection(model, kv_heads, param_dtype=dtype, rngs=rngs, bias=bias)
         self.output = Projection(
             heads, model, param_dtype=dtype, rngs=rngs, gain=residual_gain(config)
         )
@@ -43,7 +45,9 @@ class Attention(nnx.Module):
         *,
         rotary: RotaryTable,
         segment_ids: Int[Array, "B T"] | None = None,
+        window: int | None = None,
     ) -> Float[Array, "B T D"]:
+        """Attention over `x`; a window leaves each query that many keys, its own included."""
         query, key, value = self.query(x), self.key(x), self.value(x)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
@@ -52,6 +56,7 @@ class Attention(nnx.Module):
             apply_rotary(key, rotary),
             value,
             is_causal=True,
+            local_window_size=None if window is None else (window - 1, 0),
             query_segment_ids=segment_ids,
             key_value_segment_ids=segment_ids,
             implementation=self.implementation,

@@ -6,9 +6,11 @@ Dimension letters, here and in every signature of `models`: `B` batch, `T` seque
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+from models.rope_scaling import RopeScaling
 from pallas_flash.implementations import NAMES
 
 Remat = Literal["none", "full", "attention"]
@@ -22,7 +24,8 @@ class ModelConfig:
     """Shape, numerics and execution policy of one `models.Decoder`.
 
     The object is hashable and holds plain Python values only, so it can key a compilation cache
-    and be written to JSON with `dataclasses.asdict`.
+    and be written to JSON with `dataclasses.asdict`; what JSON makes of it (lists, a dict for
+    `rope_scaling`) is accepted back.
 
     Args:
         vocab_size: V, rows of the token embedding.
@@ -34,8 +37,13 @@ class ModelConfig:
         head_dim: H, even (RoPE rotates pairs). Need not be D / N.
         ffn_dim: F, width between the gate/up and the down projection of the SwiGLU MLP.
         max_seq_len: longest sequence that a call accepts, in tokens.
-        rope_theta: base of the RoPE frequencies, `theta ** (-2 i / H)`.
+        rope_theta: base of the RoPE frequencies, `theta ** (-2 i / R)`.
+        rope_scaling: extension of the context, see `models.rope_scaling`; None for none.
+        rotary_dim: R, the first dims of each head that RoPE turns, even; None is all H.
+        sliding_window: keys that a query sees, itself and those just before it; None is all of
+            them. A tuple gives each layer its own. Equal neighbours share one compiled block.
         tie_embeddings: the head is the transposed token embedding.
+        qkv_bias: query, key and value projections add a bias.
         qk_norm: RMSNorm over the head dim of queries and keys, before RoPE.
         norm_eps: added to the mean square inside every RMSNorm.
         z_loss: coefficient of `logsumexp(logits) ** 2` in the training loss. The decoder does not
@@ -65,7 +73,11 @@ class ModelConfig:
     ffn_dim: int
     max_seq_len: int
     rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
+    rotary_dim: int | None = None
+    sliding_window: int | tuple[int | None, ...] | None = None
     tie_embeddings: bool = False
+    qkv_bias: bool = False
     qk_norm: bool = False
     norm_eps: float = 1e-5
     z_loss: float = 0.0
@@ -87,7 +99,7 @@ class ModelConfig:
             "max_seq_len",
         ):
             _require_positive_int(name, getattr(self, name))
-        for name in ("tie_embeddings", "qk_norm", "scan_layers"):
+        for name in ("tie_embeddings", "qkv_bias", "qk_norm", "scan_layers"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         _require_number("rope_theta", self.rope_theta, above=1.0)
@@ -109,18 +121,65 @@ class ModelConfig:
                 f"head_dim={self.head_dim} is odd, but RoPE rotates pairs of dimensions; "
                 f"use {self.head_dim + 1}."
             )
+        self._check_rope()
+        self._check_windows()
+
+    def _check_rope(self) -> None:
+        if self.rotary_dim is not None:
+            _require_positive_int("rotary_dim", self.rotary_dim)
+            if self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
+                raise ValueError(
+                    f"rotary_dim={self.rotary_dim} must be even and at most head_dim="
+                    f"{self.head_dim}; None turns the whole head."
+                )
+        if isinstance(self.rope_scaling, Mapping):
+            # The field of a frozen dataclass; JSON knows no dataclasses.
+            object.__setattr__(self, "rope_scaling", RopeScaling(**self.rope_scaling))
+        scaling: Any = self.rope_scaling
+        if scaling is not None:
+            if not isinstance(scaling, RopeScaling):
+                raise TypeError(f"rope_scaling must be a RopeScaling or None, got {scaling!r}.")
+            scaling.check_dims(self.rotated_dims)
+
+    def _check_windows(self) -> None:
+        if isinstance(self.sliding_window, list | tuple):
+            windows = tuple(self.sliding_window)
+            object.__setattr__(self, "sliding_window", windows)
+            if len(windows) != self.num_layers:
+                raise ValueError(
+                    f"sliding_window has {len(windows)} entries for num_layers={self.num_layers}; "
+                    "give one for each layer, or one number for all."
+                )
+        for window in self.windows:
+            if window is not None:
+                _require_positive_int("sliding_window", window)
+
+    @property
+    def rotated_dims(self) -> int:
+        """R: `rotary_dim`, or H where it is None."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The sliding window of each layer, None where a layer sees everything before it."""
+        if isinstance(self.sliding_window, tuple):
+            return self.sliding_window
+        return (self.sliding_window,) * self.num_layers
 
     def param_groups(self) -> dict[str, int]:
         """Exact number of parameters by group; the groups are disjoint and sum to all of them.
 
-        `embedding` is V·D; `head` is V·D, or 0 when tied; `attention` is L·(2·D·N·H + 2·D·K·H);
-        `mlp` is L·3·D·F; `norm` is (2·L + 1)·D, and 2·L·H more with QK-norm.
+        `embedding` is V·D; `head` is V·D, or 0 when tied; `attention` is L·(2·D·N·H + 2·D·K·H),
+        its matrices; `bias` is L·(N + 2·K)·H, or 0; `mlp` is L·3·D·F; `norm` is (2·L + 1)·D, and
+        2·L·H more with QK-norm.
         """
         qk_norm = 2 * self.head_dim if self.qk_norm else 0
         heads = self.num_heads + self.num_kv_heads
+        biased_heads = self.num_heads + 2 * self.num_kv_heads if self.qkv_bias else 0
         return {
             "embedding": self.vocab_size * self.d_model,
             "attention": self.num_layers * 2 * self.d_model * heads * self.head_dim,
+            "bias": self.num_layers * biased_heads * self.head_dim,
             "mlp": self.num_layers * 3 * self.d_model * self.ffn_dim,
             "norm": self.num_layers * (2 * self.d_model + qk_norm) + self.d_model,
             "head": 0 if self.tie_embeddings else self.vocab_size * self.d_model,

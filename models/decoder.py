@@ -9,6 +9,7 @@ learning rates) work on them as they are and no NNX transform sits in the hot pa
 
 from collections.abc import Callable
 from functools import lru_cache
+from itertools import groupby
 from typing import Any
 
 import jax
@@ -19,7 +20,8 @@ from jaxtyping import Array, Float, Int
 from models.attention import Attention
 from models.config import ModelConfig
 from models.layers import Embedding, Projection, RMSNorm, SwiGLU, vocabulary_logits
-from models.rope import RotaryTable, inverse_frequencies, positions_in_segments, rotary_table
+from models.rope import RotaryTable, positions_in_segments, rotary_table
+from models.rope_scaling import scaled_frequencies
 
 Params = dict[str, Any]
 """Nested dict of arrays, keyed by attribute names of `Decoder`; `blocks` leaves lead with L."""
@@ -43,8 +45,10 @@ class Block(nnx.Module):
         *,
         rotary: RotaryTable,
         segment_ids: Int[Array, "B T"] | None = None,
+        window: int | None = None,
     ) -> Float[Array, "B T D"]:
-        x = x + self.attention(self.attention_norm(x), rotary=rotary, segment_ids=segment_ids)
+        normed = self.attention_norm(x)
+        x = x + self.attention(normed, rotary=rotary, segment_ids=segment_ids, window=window)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -103,18 +107,24 @@ class Decoder(nnx.Module):
         """
         rotary = self._rotary(x.shape[:2], segment_ids, positions)
         graphdef, stack = nnx.split(self.blocks)
+        for window, start, stop in _runs(self.config.windows):
 
-        def step(x: Array, layer: nnx.State) -> tuple[Array, None]:
-            block = nnx.merge(graphdef, layer)
-            return block(x, rotary=rotary, segment_ids=segment_ids), None
+            def step(x: Array, layer: nnx.State, window=window) -> tuple[Array, None]:
+                block = nnx.merge(graphdef, layer)
+                return block(x, rotary=rotary, segment_ids=segment_ids, window=window), None
 
-        step = _with_remat(step, self.config)
-        if self.config.scan_layers:
-            x, _ = jax.lax.scan(step, x, stack)
-        else:
-            for i in range(self.config.num_layers):
-                x, _ = step(x, jax.tree.map(lambda leaf, i=i: leaf[i], stack))
+            x = self._through(_with_remat(step, self.config), x, stack, start, stop)
         return self.final_norm(x)
+
+    def _through(self, step: Callable, x: Array, stack: Any, start: int, stop: int) -> Array:
+        """`x` after layers start .. stop-1 of the stack: one scan, or a loop without one."""
+        if not self.config.scan_layers:
+            for i in range(start, stop):
+                x, _ = step(x, jax.tree.map(lambda leaf, i=i: leaf[i], stack))
+            return x
+        if stop - start < self.config.num_layers:
+            stack = jax.tree.map(lambda leaf: leaf[start:stop], stack)
+        return jax.lax.scan(step, x, stack)[0]
 
     def logits(self, x: Float[Array, "B T D"]) -> Float[Array, "B T V"]:
         """Final states to float32 logits, through the head or the tied embedding."""
@@ -138,8 +148,27 @@ class Decoder(nnx.Module):
             positions = positions_in_segments(segment_ids)
         else:
             positions = jnp.arange(shape[1], dtype=jnp.int32)[None]
-        frequencies = inverse_frequencies(self.config.head_dim, self.config.rope_theta)
-        return rotary_table(positions, frequencies)
+        return config_rotary_table(self.config, positions, seq_len=shape[1])
+
+
+def config_rotary_table(
+    config: ModelConfig, positions: Int[Array, "B T"], *, seq_len: int
+) -> RotaryTable:
+    """The float32 cos and sin that a model of this config uses at `positions`.
+
+    Args:
+        config: its theta, rotated dims and `rope_scaling` count; its compute dtype does not.
+        positions: RoPE position of each token.
+        seq_len: the length that "dynamic" and "longrope" scaling choose frequencies by. A call of
+            the decoder gives the T of its tokens. Decoding with a cache must keep to one length
+            for all of a sequence, since cached keys were turned by its frequencies.
+    """
+    frequencies = scaled_frequencies(
+        config.rotated_dims, config.rope_theta, config.rope_scaling, seq_len=seq_len
+    )
+    scaling = config.rope_scaling
+    factor = 1.0 if scaling is None else scaling.cos_sin_factor
+    return rotary_table(positions, frequencies, factor=factor)
 
 
 def init_params(config: ModelConfig, key: Array) -> Params:
@@ -178,6 +207,20 @@ def apply(
 def _graphdef(config: ModelConfig) -> nnx.GraphDef[Decoder]:
     abstract = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
     return nnx.split(abstract)[0]
+
+
+def _runs(windows: tuple[int | None, ...]) -> list[tuple[int | None, int, int]]:
+    """Neighbouring layers of equal window as (window, start, stop).
+
+    >>> _runs((4, 4, None, 4))
+    [(4, 0, 2), (None, 2, 3), (4, 3, 4)]
+    """
+    runs, start = [], 0
+    for window, layers in groupby(windows):
+        stop = start + len(list(layers))
+        runs.append((window, start, stop))
+        start = stop
+    return runs
 
 
 def _head(config: ModelConfig, rngs: nnx.Rngs) -> Projection:

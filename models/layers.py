@@ -8,7 +8,7 @@ deviations and rescaled so that the standard deviation is what is asked for:
   1 / sqrt(2 L), because 2 L of them add up there (GPT-2, Radford et al. 2019, section 2.3);
 * token embedding and head: 1 / sqrt(D), which makes logits of a normed state unit-variance,
   tied or not;
-* norm scales: 1.
+* norm scales: 1; biases: 0.
 
 Parameters are stored in `param_dtype` and cast to the dtype of the activations where they are
 used, so the compute dtype is set by whoever makes the activations: the embedding.
@@ -52,7 +52,7 @@ class RMSNorm(nnx.Module):
 
 
 class Projection(nnx.Module):
-    """A linear map without bias between groups of axes: kernel shape `(*inputs, *outputs)`.
+    """A linear map between groups of axes: kernel shape `(*inputs, *outputs)`.
 
     `Projection((D,), (N, H))` maps `[..., D]` to `[..., N, H]`; `Projection((N, H), (D,))` maps
     it back. Heads stay an axis of the kernel, so that sharding and checkpoints can name it.
@@ -61,6 +61,7 @@ class Projection(nnx.Module):
         inputs: sizes of the axes that are contracted, the last ones of the argument.
         outputs: sizes of the axes that replace them.
         gain: standard deviation of the output for unit-variance input, at initialisation.
+        bias: add a vector of shape `outputs`.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Projection(nnx.Module):
         param_dtype: str,
         rngs: nnx.Rngs,
         gain: float = 1.0,
+        bias: bool = False,
     ):
         self.num_inputs = len(inputs)
         self.kernel = nnx.Param(
@@ -78,9 +80,11 @@ class Projection(nnx.Module):
                 rngs, (*inputs, *outputs), fan_in=math.prod(inputs), gain=gain, dtype=param_dtype
             )
         )
+        self.bias = nnx.Param(jnp.zeros(outputs, param_dtype)) if bias else None
 
     def __call__(self, x: Float[Array, "*B inputs"]) -> Float[Array, "*B outputs"]:
-        return jnp.tensordot(x, self.kernel[...].astype(x.dtype), axes=self.num_inputs)
+        y = jnp.tensordot(x, self.kernel[...].astype(x.dtype), axes=self.num_inputs)
+        return y if self.bias is None else y + self.bias[...].astype(y.dtype)
 
 
 class SwiGLU(nnx.Module):

@@ -10,8 +10,9 @@ is 0.008 rad from its neighbour. Here ω_i is turned on the host into a 32-bit f
 revolution, and `t · fraction` is taken in wrapping 32-bit integers: whole revolutions fall off
 the top, for free and exactly, and sin and cos see a small argument.
 
-A context-extension variant (position interpolation, YaRN, ...) is other frequencies and a factor
-on cos and sin: it belongs beside `inverse_frequencies` and needs no change in the rest.
+A context extension (position interpolation, YaRN, ...) is other frequencies and a factor on cos and
+sin: see `models.rope_scaling`. Where fewer than H dims are rotated (R of them, the first), H above
+is R, and the rest of a head passes unchanged.
 """
 
 from typing import NamedTuple
@@ -25,7 +26,7 @@ _REVOLUTION = 2.0**32  # one full turn in the unit of the integer phase
 
 
 class RotaryTable(NamedTuple):
-    """cos and sin of every phase: float32, one row a token, H/2 columns."""
+    """cos and sin of every phase: float32, one row a token, a column for each rotated pair."""
 
     cos: Float[Array, "*B T H/2"]
     sin: Float[Array, "*B T H/2"]
@@ -79,11 +80,16 @@ def rotary_table(
 
 
 def apply_rotary(x: Float[Array, "B T N H"], table: RotaryTable) -> Float[Array, "B T N H"]:
-    """Turns each head of `x` by its token's phases; computed in float32, returned in x's dtype."""
+    """Turns each head of `x` by its token's phases; computed in float32, returned in x's dtype.
+
+    A table of R/2 < H/2 columns turns the first R dims of each head and leaves the others alone.
+    """
     cos, sin = table.cos[..., None, :], table.sin[..., None, :]
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    half = cos.shape[-1]
+    first, second, rest = jnp.split(x, [half, 2 * half], axis=-1)
+    first, second = first.astype(jnp.float32), second.astype(jnp.float32)
     rotated = [first * cos - second * sin, second * cos + first * sin]
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+    return jnp.concatenate([*(part.astype(x.dtype) for part in rotated), rest], axis=-1)
 
 
 def positions_in_segments(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:

@@ -18,7 +18,8 @@ def forward(config: ModelConfig, params, tokens, segment_ids=None, positions=Non
         for layer in range(config.num_layers):
             block = _select(params["blocks"], layer)
             normed = _norm(config, x, block["attention_norm"]["scale"])
-            x = x + _attention(config, block["attention"], normed, segments, where)
+            window = config.windows[layer]
+            x = x + _attention(config, block["attention"], normed, segments, where, window)
             normed = _norm(config, x, block["mlp_norm"]["scale"])
             gate = normed @ block["mlp"]["gate"]["kernel"]
             up = normed @ block["mlp"]["up"]["kernel"]
@@ -29,7 +30,7 @@ def forward(config: ModelConfig, params, tokens, segment_ids=None, positions=Non
     return np.stack(rows)
 
 
-def _attention(config, params, x, segments, positions):
+def _attention(config, params, x, segments, positions, window):
     kernels = {name: params[name]["kernel"] for name in ("query", "key", "value", "output")}
     group = config.num_heads // config.num_kv_heads
     out = np.zeros_like(x)
@@ -38,12 +39,17 @@ def _attention(config, params, x, segments, positions):
         query = x @ kernels["query"][:, n]
         key = x @ kernels["key"][:, k_head]
         value = x @ kernels["value"][:, k_head]
+        if config.qkv_bias:
+            query = query + params["query"]["bias"][n]
+            key = key + params["key"]["bias"][k_head]
+            value = value + params["value"]["bias"][k_head]
         if config.qk_norm:
             query = _norm(config, query, params["query_norm"]["scale"])
             key = _norm(config, key, params["key_norm"]["scale"])
         query, key = (_rotate(config, y, positions) for y in (query, key))
         for t in range(len(x)):
-            visible = [s for s in range(t + 1) if segments[s] == segments[t] >= 0]
+            first = 0 if window is None else max(0, t + 1 - window)
+            visible = [s for s in range(first, t + 1) if segments[s] == segments[t] >= 0]
             if not visible:
                 continue
             logits = key[visible] @ query[t] / np.sqrt(config.head_dim)
@@ -53,10 +59,11 @@ def _attention(config, params, x, segments, positions):
 
 
 def _rotate(config, x, positions):
-    half = config.head_dim // 2
-    frequencies = config.rope_theta ** (-2 * np.arange(half) / config.head_dim)
-    turned = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * np.outer(positions, frequencies))
-    return np.concatenate([turned.real, turned.imag], axis=-1)
+    dims = config.rotary_dim or config.head_dim
+    half = dims // 2
+    frequencies = config.rope_theta ** (-2 * np.arange(half) / dims)
+    turned = (x[:, :half] + 1j * x[:, half:dims]) * np.exp(1j * np.outer(positions, frequencies))
+    return np.concatenate([turned.real, turned.imag, x[:, dims:]], axis=-1)
 
 
 def _norm(config, x, scale):

@@ -32,6 +32,9 @@ VARIANTS = {
     "gqa": CONFIG,
     "mqa-tied": dataclasses.replace(CONFIG, num_kv_heads=1, tie_embeddings=True),
     "mha-qk_norm": dataclasses.replace(CONFIG, num_kv_heads=4, qk_norm=True, rope_theta=50.0),
+    "bias-window-partial": dataclasses.replace(
+        CONFIG, qkv_bias=True, sliding_window=(None, 5), rotary_dim=6
+    ),
 }
 
 
@@ -96,12 +99,14 @@ def test_equals_the_numpy_decoder(name: str):
     np.testing.assert_allclose(got, want, atol=2e-5)
 
 
-def test_equals_the_numpy_decoder_with_segments_and_positions():
-    params, tokens = _params(CONFIG), _tokens()
+@pytest.mark.parametrize("name", ["gqa", "bias-window-partial"])
+def test_equals_the_numpy_decoder_with_segments_and_positions(name: str):
+    config = VARIANTS[name]
+    params, tokens = _params(config), _tokens()
     positions = jnp.tile(jnp.arange(T) * 3 + 7, (B, 1))
-    got = _jitted(CONFIG)(params, tokens, segment_ids=SEGMENTS, positions=positions)
+    got = _jitted(config)(params, tokens, segment_ids=SEGMENTS, positions=positions)
     arrays = (np.asarray(array) for array in (tokens, SEGMENTS, positions))
-    np.testing.assert_allclose(got, forward(CONFIG, params, *arrays), atol=2e-5)
+    np.testing.assert_allclose(got, forward(config, params, *arrays), atol=2e-5)
 
 
 def test_causality_by_gradient():
