@@ -1,5 +1,6 @@
 """The presets' table, its numbers, and the examples in docstrings."""
 
+import dataclasses
 import doctest
 import importlib
 import subprocess
@@ -8,10 +9,47 @@ from pathlib import Path
 
 import pytest
 
-from models.cost import forward_flops_by_part, forward_flops_per_token, kv_bytes_per_token
-from models.presets import PRESETS, llama3_2_1b, smollm2_135m, table
+from models.cost import (
+    forward_flops_by_part,
+    forward_flops_per_token,
+    kv_bytes_per_token,
+    serving_bytes,
+    training_state_bytes,
+)
+from models.presets import PRESETS, gpt2_124m, llama3_2_1b, mistral_7b, smollm2_135m, table
+from models.recipes import RECIPES
+
+# What the makers' files hold, in parameters (a tied matrix once).
+PUBLISHED = {
+    "smollm2-135m": 134_515_008,
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen3-0.6b": 596_049_920,
+    "llama3.2-1b": 1_235_814_400,
+    "phi3-mini": 3_821_079_552,
+    "llama2-7b": 6_738_415_616,
+    "mistral-7b": 7_241_732_096,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "qwen2.5-72b": 72_706_203_648,
+    "llama3.1-405b": 405_853_388_800,
+}
 
 ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_param_count_is_the_published_one(name: str):
+    if name == "gpt2-124m":  # no one published this block; it is as large as its name says
+        assert round(gpt2_124m().param_count() / 1e6) == 124
+    else:
+        assert PRESETS[name]().param_count() == PUBLISHED[name]
+
+
+def test_recipes_are_of_presets_and_name_their_source():
+    assert set(RECIPES) == set(PRESETS)
+    assert all(recipe.source for recipe in RECIPES.values())
+    llama2 = RECIPES["llama2-7b"]
+    assert (llama2.tokens, llama2.peak_lr, llama2.context) == (2e12, 3e-4, 4096)
 
 
 def test_table_has_one_row_a_preset_with_its_counts():
@@ -40,6 +78,25 @@ def test_kv_bytes_are_those_of_the_shape():
         kv_bytes_per_token(llama3_2_1b(), "int3")
 
 
+def test_memory_to_train_and_to_serve():
+    config = smollm2_135m()
+    assert training_state_bytes(config) == 16 * 134_515_008
+    assert serving_bytes(config, 1000) == 2 * 134_515_008 + 1000 * 2 * 30 * 3 * 64 * 2
+    with pytest.raises(ValueError, match="tokens must be at least 0, got -1"):
+        serving_bytes(config, -1)
+
+
+def test_flops_of_a_window_are_those_of_the_pairs_in_it():
+    """Half the counted keys is the mean number that a query sees, less the half of itself."""
+    config = dataclasses.replace(mistral_7b(), sliding_window=300, num_layers=1)
+    seq_len = 1000
+    seen = sum(min(t + 1, 300) for t in range(seq_len)) / seq_len
+    counted = forward_flops_by_part(config, seq_len)["attention"] / (4 * 32 * 128) / 2
+    assert counted == pytest.approx(seen, abs=0.5)
+    whole = dataclasses.replace(config, sliding_window=None)
+    assert forward_flops_by_part(whole, 300) == forward_flops_by_part(config, 300)
+
+
 def test_only_the_causal_half_of_attention_grows_with_length():
     config = smollm2_135m()
     short, long = (forward_flops_per_token(config, seq_len) for seq_len in (1000, 3000))
@@ -49,7 +106,9 @@ def test_only_the_causal_half_of_attention_grows_with_length():
         forward_flops_by_part(config, 0)
 
 
-@pytest.mark.parametrize("module", ["models", "models.rope"])
+@pytest.mark.parametrize(
+    "module", ["models", "models.rope", "models.rope_scaling", "models.decoder"]
+)
 def test_docstring_examples(module: str):
     result = doctest.testmod(importlib.import_module(module))
     assert result.attempted > 0
