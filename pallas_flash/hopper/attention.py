@@ -22,6 +22,10 @@ LARGEST_HEAD_DIM = 256
 
 def unsupported(call: AttentionCall, platform: str) -> str | None:
     """Why these kernels cannot serve the call, naming the argument; None when they can."""
+    # First, because no change to the call helps on another device.
+    wrong_device = _wrong_device(platform)
+    if wrong_device is not None:
+        return wrong_device
     sizes = call.sizes
     argument = beyond_foundation(call)
     if argument is not None:
@@ -41,7 +45,7 @@ def unsupported(call: AttentionCall, platform: str) -> str | None:
                 f"{name} has head dim {dim}, the Hopper kernels take 64, 128, 192 and 256 so far; "
                 "'triton' takes any up to 256"
             )
-    return _wrong_device(platform)
+    return None
 
 
 def _wrong_device(platform: str) -> str | None:

@@ -95,15 +95,19 @@ def test_bad_tiles_name_the_field(field):
         ({"value": abstract((2, 64, 2, 320), jnp.bfloat16)}, "value has head dim 320"),
         ({"bias": abstract((1, 1, 64, 64), jnp.bfloat16)}, "bias"),
         ({"soft_cap": 30.0}, "logits_soft_cap"),
-        ({}, "compute capability 9.0"),
     ],
     ids=str,
 )
-def test_what_cannot_be_served_is_named(change, names):
+def test_what_cannot_be_served_is_named(change, names, monkeypatch):
     call = dataclasses.replace(abstract_call(64, 64, T=64, S=64), **change)
-    reason = attention.unsupported(call, "cpu")
+    monkeypatch.setattr(attention, "_device_property", {"compute_capability": "9.0"}.get)
+    reason = attention.unsupported(call, "gpu")
     assert reason is not None
     assert names in reason
+    # On a device without these kernels another dtype or argument would not help: that comes first.
+    monkeypatch.setattr(attention, "_device_property", {"compute_capability": "8.0"}.get)
+    assert "9.0, this one has 8.0" in str(attention.unsupported(call, "gpu"))
+    assert "9.0, not 'cpu'" in str(attention.unsupported(call, "cpu"))
 
 
 def test_asking_for_it_on_a_cpu_says_what_it_needs():
