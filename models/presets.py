@@ -247,7 +247,7 @@ _HEADER = (
 
 def table() -> str:
     """The presets as an aligned text table, one row each: shape, cost, recipe."""
-    rows = [_HEADER]
+    rows: list[tuple[str, ...]] = [_HEADER]
     for name, make in PRESETS.items():
         rows.append((name, *_shape_cells(make()), *_cost_cells(make()), *_recipe_cells(name)))
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADER))]
