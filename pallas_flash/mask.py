@@ -249,6 +249,21 @@ class Mask:
         lo = None if self.left is None else place - self.left
         return lo, _where(q_index < q_length, hi, 0)
 
+    def key_bounds(
+        self, k_index: Index, *, q_length: Index, kv_length: Index
+    ) -> tuple[Index | None, Index]:
+        """Queries [lo, hi) that see each key, for a mask that `is_interval`; lo None is 0.
+
+        The mirror of `row_bounds`, for kernels that hold keys in rows.
+
+        >>> Mask(is_causal=True, window=(2, 0)).key_bounds(3, q_length=8, kv_length=8)
+        (3, 6)
+        """
+        place = k_index - self.offset(q_length, kv_length)
+        hi = q_length if self.left is None else _minimum(place + (self.left + 1), q_length)
+        lo = None if self.right is None else place - self.right
+        return lo, _where(k_index < kv_length, hi, 0)
+
     # ---- elements -------------------------------------------------------------------------------
 
     def visible(

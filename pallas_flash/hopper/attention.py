@@ -7,13 +7,12 @@ import functools
 import jax
 from jaxtyping import Array
 
-from pallas_flash.call import AttentionCall, beyond_foundation
+from pallas_flash.call import AttentionCall, Gradients, beyond_foundation
+from pallas_flash.hopper import backward_tiles
+from pallas_flash.hopper.backward import backward as key_tiles
 from pallas_flash.hopper.forward import forward as query_tiles
 from pallas_flash.hopper.tile_sizes import ROWS, default_forward_tiles
-from pallas_flash.triton.attention import backward
-
-# Until the Hopper backward exists the Triton one takes over: it needs the same residuals.
-__all__ = ["NAME", "backward", "forward", "unsupported"]
+from pallas_flash.triton.attention import backward as triton_backward
 
 NAME = "mosaic"
 DTYPES = ("bfloat16", "float16")
@@ -71,3 +70,31 @@ def forward(call: AttentionCall) -> tuple[Array, Array]:
     multiprocessors = _device_property("core_count")
     assert isinstance(multiprocessors, int)
     return query_tiles(call, default_forward_tiles(sizes.H, sizes.Hv), multiprocessors)
+
+
+def backward_unsupported(call: AttentionCall) -> str | None:
+    """Why the Hopper backward cannot serve a call that the forward serves; None when it can.
+
+    Triton's backward serves the rest: it needs the same residuals.
+    """
+    sizes = call.sizes
+    if sizes.Hv != sizes.H or sizes.H not in backward_tiles.TUNED:
+        return f"head dims {sizes.H} and {sizes.Hv}; it takes equal ones of 64, 128 or 256"
+    if call.deterministic:
+        return "deterministic: its dQ is summed by atomic additions, in an order that varies"
+    return None
+
+
+def backward(
+    call: AttentionCall,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    dlse: Array | None,
+    wanted: frozenset[str],
+) -> Gradients:
+    """Gradients of q, k and v, see `pallas_flash.hopper.backward`."""
+    if backward_unsupported(call) is not None:
+        return triton_backward(call, out, lse, dout, dlse, wanted)
+    tiles = backward_tiles.default_backward_tiles(call.sizes.H)
+    return key_tiles(call, out, lse, dout, dlse, tiles)

@@ -1,0 +1,566 @@
+"""The Hopper backward: dQ, dK and dV in one pass, five matrix products a tile.
+
+A CTA owns one tile of keys of one key/value head and walks over the query tiles that see it, of
+every query head in the group. Everything is transposed, keys in rows, so that P^T and dS^T leave
+the softmax in the layout in which they are the left operands of the products that follow. In base
+2 with c = scale * log2(e) (FlashAttention-2, arXiv 2307.08691, algorithm 2; FlashAttention-3's
+split of the work between warpgroups, arXiv 2407.08608):
+
+    S^T  = K Q_i^T                            dV   += P^T dO_i           P from registers
+    P^T  = exp2(c S^T - log2(e) LSE_i)        dK   += dS^T Q_i           dS from shared memory
+    dP^T = V dO_i^T                           dQ_i += dS K               float32, TMA reduce-add
+    dS^T = P^T * (dP^T - D_i)                 D = rowsum(dO * O) - dLSE
+
+Two ways to divide a step between the two consumer warpgroups (`BackwardTiles.by_head_dim`):
+
+    by keys      each owns 64 of 128 keys. dQ needs the dS of both: it goes through shared memory,
+                 one barrier a step, and each computes one half of dQ.
+    by head dim  (256) each owns half of the columns of dK, dV and dQ for all 64 keys, and both
+                 compute all of S^T and dP^T: seven products instead of five, but the accumulators
+                 fit in registers and the warpgroups never meet.
+
+    producer    K V   Q0 L0 dO0 D0   Q1 L1 dO1 D1   ...                     (ring of `stages` slots)
+    consumer      S0 dP0 | exp2 | dV+=P0 dO0 | dS0 -> smem | dK+=dS0 Q0, dQ0 -> smem -> += in L2
+
+An index that the compiler cannot see through (`_opaque_zero`) stands in front of every operand
+that does not change in the loop: otherwise their wgmma descriptors, one 64-bit register for each
+16 columns, are hoisted out of the loop and spill.
+
+The LSE of a row that sees nothing arrives as +inf, which makes its P exactly 0; so do rows past T.
+dQ is summed by atomic additions in an order that changes from run to run: its last bits do too.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array
+
+from pallas_flash.call import AttentionCall, Gradients, Sizes
+from pallas_flash.hopper.backward_tiles import HALF, BackwardTiles
+from pallas_flash.mask import Mask, row_lengths
+
+LOG2_E = math.log2(math.e)
+TMA_ROWS = 8
+"""Rows of a swizzled tile: sequences reach TMA in multiples of this."""
+CHUNK = 8
+"""Columns masked at a time: their indices take four registers, a whole tile's would spill."""
+CONSUMERS = 2
+Refs = Any
+Index = Any
+
+
+class Problem(NamedTuple):
+    """The static side of one call: what the kernel is compiled for."""
+
+    sizes: Sizes
+    mask: Mask  # arrays replaced by placeholders: it says which fields there are
+    scale: float
+    tiles: BackwardTiles
+    dtype: Any
+
+    @property
+    def key_tiles(self) -> int:
+        return pl.cdiv(self.sizes.S, self.tiles.keys)
+
+    @property
+    def exponent_scale(self) -> float:
+        return self.scale * LOG2_E
+
+    @property
+    def never_masks(self) -> bool:
+        """True when no tile is ever partial; query rows past T are silenced by their LSE."""
+        return self.mask.is_trivial and self.sizes.S % self.tiles.keys == 0
+
+
+class Inputs(NamedTuple):
+    lengths: Any  # int32, flat (2, B): query and key lengths; None without lengths
+    query: Any  # (B, T, N, H)
+    key: Any  # (B, S, K, H)
+    value: Any  # (B, S, K, Hv)
+    dout: Any  # (B, T, N, Hv)
+    lse2: Any  # (B, N, whole query tiles), float32: log2(e) LSE, +inf where nothing is seen
+    delta: Any  # (B, N, whole query tiles), float32: D
+
+
+class Outputs(NamedTuple):
+    dkey: Any  # (B, S, K, H)
+    dvalue: Any  # (B, S, K, Hv)
+    dquery: Any  # (B, T, N, H), float32 and zero at the start
+
+
+class Barriers(NamedTuple):
+    kv_ready: Any
+    q_ready: Any
+    q_free: Any
+    do_ready: Any
+    do_free: Any
+    exchange: Any  # both warpgroups have written their half of dS
+
+
+class Scratch(NamedTuple):
+    key: Any  # (1, keys, H)
+    value: Any  # (1, keys, Hv)
+    query: Any  # (stages, queries, H)
+    dout: Any  # (dout_stages, queries, Hv)
+    lse2: Any  # (stages, queries)
+    delta: Any  # (dout_stages, queries)
+    ds: Any  # (2, keys, queries): alternating (by keys), or one for each warpgroup (by head dim)
+    dquery: Any  # (2, 64, 64) float32, one for each warpgroup
+    barriers: Barriers
+
+
+def backward(
+    call: AttentionCall,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    dlse: Array | None,
+    tiles: BackwardTiles,
+) -> Gradients:
+    """dQ, dK and dV of a call that `pallas_flash.hopper.attention.backward_unsupported` accepts.
+
+    Args:
+      call: bf16 or f16, interval masks, equal head dims of 64, 128 or 256.
+      out, lse: what the forward returned, (B, T, N, Hv) and (B, N, T) float32.
+      dout, dlse: their cotangents; dlse is None when the LSE was not used.
+      tiles: how to cut it.
+
+    Memory beyond inputs and outputs: one float32 dQ and two float32 numbers for each query row.
+    """
+    sizes, mask, dtype = call.sizes, call.mask, call.query.dtype
+    tiles.check(sizes.H)
+    assert call.static_scale is not None  # a traced scale is refused before
+    fields = jax.tree.map(lambda _: 0, mask)
+    problem = Problem(sizes, fields, call.static_scale, tiles, dtype)
+    lse2, delta = _row_statistics(problem, out, lse, dout, dlse)
+    lengths = None
+    if mask.has_lengths:
+        lengths = jnp.concatenate(
+            [
+                row_lengths(mask.query_lengths, sizes.B, sizes.T),
+                row_lengths(mask.key_value_lengths, sizes.B, sizes.S),
+            ]
+        )
+    query, key, value = (_whole_rows(x) for x in (call.query, call.key, call.value))
+    inputs = Inputs(lengths, query, key, value, _whole_rows(dout.astype(dtype)), lse2, delta)
+    dkey, dvalue, dquery = _launch(problem, inputs)
+    return Gradients(
+        query=(dquery[:, : sizes.T] * problem.scale).astype(dtype),
+        key=dkey[:, : sizes.S],
+        value=dvalue[:, : sizes.S],
+    )
+
+
+def _row_statistics(
+    problem: Problem, out: Array, lse: Array, dout: Array, dlse: Array | None
+) -> tuple[Array, Array]:
+    """LSE in base 2 and D, (B, N, T) padded to whole query tiles."""
+    delta = jnp.einsum("btnh,btnh->bnt", out, dout, preferred_element_type=jnp.float32)
+    if dlse is not None:
+        delta -= dlse
+    unseen = lse == -jnp.inf
+    # dO may be NaN behind a sequence's end, and 0 * NaN would pass it on.
+    delta = jnp.where(unseen, 0.0, delta)
+    lse2 = jnp.where(unseen, jnp.inf, lse * LOG2_E)
+    rows = ((0, 0), (0, 0), (0, -problem.sizes.T % problem.tiles.queries))
+    return jnp.pad(lse2, rows, constant_values=jnp.inf), jnp.pad(delta, rows)
+
+
+def _whole_rows(x: Array) -> Array:
+    """The sequence padded to a multiple of 8, which TMA's swizzled tiles need; no copy if it is."""
+    missing = -x.shape[1] % TMA_ROWS
+    return jnp.pad(x, ((0, 0), (0, missing), (0, 0), (0, 0))) if missing else x
+
+
+def _launch(problem: Problem, inputs: Inputs) -> tuple[Array, Array, Array]:
+    sizes = problem.sizes
+    launch = plgpu.kernel(
+        functools.partial(_kernel, problem),
+        out_type=(
+            jax.ShapeDtypeStruct(inputs.key.shape, problem.dtype),
+            jax.ShapeDtypeStruct(inputs.value.shape, problem.dtype),
+        ),
+        scratch_types=_scratch(problem),
+        grid=(problem.key_tiles * sizes.B * sizes.K,),
+        grid_names=("unit",),
+        num_threads=CONSUMERS + 1,
+        thread_name="warpgroup",
+        kernel_name="pallas_flash_hopper_backward",
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+    )
+    dquery = jax.new_ref(jnp.zeros(inputs.query.shape, jnp.float32))
+    given = inputs if inputs.lengths is not None else inputs[1:]
+    dkey, dvalue = launch(*given, dquery)
+    return dkey, dvalue, dquery[...]
+
+
+def _scratch(problem: Problem) -> Scratch:
+    sizes, tiles = problem.sizes, problem.tiles
+
+    def tile(*shape: int, dtype: Any = problem.dtype) -> Any:
+        width = jnp.dtype(dtype).itemsize
+        swizzle = plgpu.find_swizzle(shape[-1] * width * 8)
+        transforms = (  # pyright does not see that these classes are concrete
+            plgpu.TilingTransform((8, swizzle // width)),  # pyright: ignore[reportAbstractUsage]
+            plgpu.SwizzleTransform(swizzle),  # pyright: ignore[reportAbstractUsage]
+        )
+        return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+    # A matrix and its row statistics land together: two copies, two arrivals.
+    return Scratch(
+        key=tile(1, tiles.keys, sizes.H),
+        value=tile(1, tiles.keys, sizes.Hv),
+        query=tile(tiles.stages, tiles.queries, sizes.H),
+        dout=tile(tiles.dout_stages, tiles.queries, sizes.Hv),
+        lse2=plgpu.SMEM((tiles.stages, tiles.queries), jnp.float32),
+        delta=plgpu.SMEM((tiles.dout_stages, tiles.queries), jnp.float32),
+        ds=tile(2, tiles.keys, tiles.queries),
+        dquery=tile(CONSUMERS, HALF, HALF, dtype=jnp.float32),
+        barriers=Barriers(
+            kv_ready=plgpu.Barrier(num_arrivals=2),
+            q_ready=plgpu.Barrier(num_barriers=tiles.stages, num_arrivals=2),
+            q_free=plgpu.Barrier(num_barriers=tiles.stages, num_arrivals=CONSUMERS),
+            do_ready=plgpu.Barrier(num_barriers=tiles.dout_stages, num_arrivals=2),
+            do_free=plgpu.Barrier(num_barriers=tiles.dout_stages, num_arrivals=CONSUMERS),
+            exchange=plgpu.Barrier(num_arrivals=CONSUMERS),
+        ),
+    )
+
+
+def _opaque_zero() -> Index:
+    """A 0 that the compiler must compute anew in each step of the loop."""
+    return lax.optimization_barrier(jnp.int32(0))
+
+
+# ---- the kernel ---------------------------------------------------------------------------------
+
+
+class Unit(NamedTuple):
+    """The key tile of this CTA and the query tiles that see it."""
+
+    batch: Index
+    kv_head: Index
+    first_key: Index
+    q_length: Index
+    kv_length: Index
+    lo: Index  # query tiles [lo, hi) see it, in each query head of the group
+    full_lo: Index  # those in [full_lo, full_hi) without masking
+    full_hi: Index
+    hi: Index
+
+    def place(self, step: Index, group: int) -> tuple[Index, Index]:
+        """Query head within the group and query tile of a step."""
+        if group == 1:
+            return jnp.int32(0), self.lo + step
+        count = jnp.maximum(self.hi - self.lo, 1)
+        return step // count, self.lo + lax.rem(step, count)
+
+
+def _kernel(problem: Problem, *refs: Refs) -> None:
+    names = len(Inputs._fields) - (0 if problem.mask.has_lengths else 1)
+    given, (dquery, dkey, dvalue, *scratch) = refs[:names], refs[names:]
+    inputs = Inputs(*given) if problem.mask.has_lengths else Inputs(None, *given)
+    outputs, scratch = Outputs(dkey, dvalue, dquery), Scratch(*scratch)
+    unit = _unit(problem, inputs)
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == CONSUMERS)
+    def _() -> None:
+        plgpu.set_max_registers(24, action="decrease")
+        _load(problem, inputs, scratch, unit)
+
+    @pl.when(warpgroup < CONSUMERS)
+    def _() -> None:
+        plgpu.set_max_registers(240, action="increase")
+        _consume(problem, scratch, outputs, unit, warpgroup)
+
+
+def _unit(problem: Problem, inputs: Inputs) -> Unit:
+    """Decodes the grid: within a group of heads the key tiles with most work come first."""
+    sizes, tiles = problem.sizes, problem.tiles
+    index = lax.axis_index("unit")
+    heads = sizes.B * sizes.K
+    together = math.gcd(heads, tiles.heads_together)
+    within = lax.rem(index, problem.key_tiles * together)
+    batch_head = index // (problem.key_tiles * together) * together + lax.rem(within, together)
+    key_tile = within // together
+    batch, kv_head = batch_head // sizes.K, lax.rem(batch_head, sizes.K)
+    q_length: Index = sizes.T
+    kv_length: Index = sizes.S
+    if inputs.lengths is not None:
+        q_length, kv_length = inputs.lengths[batch], inputs.lengths[sizes.B + batch]
+    first_key = key_tile * tiles.keys
+    bounds = problem.mask.q_bounds(first_key, tiles.keys, q_length=q_length, kv_length=kv_length)
+    lo, full_lo, full_hi, hi = bounds.in_tiles(tiles.queries)
+    if not problem.mask.has_lengths and bounds.hi is not None:
+        # The ragged last query tile needs no mask: its missing rows have P = 0.
+        full_hi = jnp.where(bounds.full_hi >= sizes.T, jnp.maximum(hi, full_lo), full_hi)
+    return Unit(batch, kv_head, first_key, q_length, kv_length, lo, full_lo, full_hi, hi)
+
+
+def _load(problem: Problem, inputs: Inputs, scratch: Scratch, unit: Unit) -> None:
+    """The producer: the key and value tile once, then every query and dO tile."""
+    sizes, tiles, barriers = problem.sizes, problem.tiles, scratch.barriers
+    keys = pl.ds(unit.first_key, tiles.keys)
+    for source, target in ((inputs.key, scratch.key), (inputs.value, scratch.value)):
+        plgpu.copy_gmem_to_smem(
+            source.at[unit.batch, keys, unit.kv_head], target.at[0], barriers.kv_ready
+        )
+
+    def step(index: Index, _: None) -> None:
+        member, tile = unit.place(index, sizes.G)
+        head = unit.kv_head * sizes.G + member
+        rows = pl.ds(tile * tiles.queries, tiles.queries)
+        for stages, sources, targets, ready, free in (
+            (
+                tiles.stages,
+                (inputs.query, inputs.lse2),
+                (scratch.query, scratch.lse2),
+                barriers.q_ready,
+                barriers.q_free,
+            ),
+            (
+                tiles.dout_stages,
+                (inputs.dout, inputs.delta),
+                (scratch.dout, scratch.delta),
+                barriers.do_ready,
+                barriers.do_free,
+            ),
+        ):
+            slot = lax.rem(index, stages)
+
+            @pl.when(index >= stages)
+            def _(free: Any = free, slot: Index = slot) -> None:
+                plgpu.barrier_wait(free.at[slot])
+
+            matrix, vector = sources
+            plgpu.copy_gmem_to_smem(
+                matrix.at[unit.batch, rows, head], targets[0].at[slot], ready.at[slot]
+            )
+            plgpu.copy_gmem_to_smem(
+                vector.at[unit.batch, head, rows], targets[1].at[slot], ready.at[slot]
+            )
+
+    lax.fori_loop(0, (unit.hi - unit.lo) * sizes.G, step, None)
+
+
+def _consume(
+    problem: Problem, scratch: Scratch, outputs: Outputs, unit: Unit, warpgroup: Index
+) -> None:
+    """A consumer: its part of dK and dV in registers over all steps, dQ out in every step."""
+    sizes, tiles = problem.sizes, problem.tiles
+    plgpu.barrier_wait(scratch.barriers.kv_ready)
+    for ref in (scratch.key, scratch.value):
+        _silence(problem, ref.at[0], unit.first_key, unit.kv_length)
+
+    def run(dk_acc: Refs, dv_acc: Refs) -> tuple[Any, Any]:
+        def step(index: Index, _: None) -> None:
+            _step(problem, scratch, outputs, unit, warpgroup, index, dk_acc, dv_acc)
+
+        lax.fori_loop(0, (unit.hi - unit.lo) * sizes.G, step, None)
+        return dk_acc[...], dv_acc[...]
+
+    # By head dim: 64 keys, half of the columns. By keys: 64 keys, all columns.
+    columns = [dim // CONSUMERS if tiles.by_head_dim else dim for dim in (sizes.H, sizes.Hv)]
+    dk, dv = pl.run_scoped(run, *(plgpu.ACC((HALF, width)) for width in columns))
+    _store(problem, scratch, outputs, unit, warpgroup, dk * problem.scale, dv)
+
+
+def _step(
+    problem: Problem,
+    scratch: Scratch,
+    outputs: Outputs,
+    unit: Unit,
+    warpgroup: Index,
+    index: Index,
+    dk_acc: Refs,
+    dv_acc: Refs,
+) -> None:
+    """One query tile: five products, of which the last goes to memory."""
+    tiles, barriers = problem.tiles, scratch.barriers
+    member, tile = unit.place(index, problem.sizes.G)
+    slot, do_slot = _slot(index, tiles.stages), _slot(index, tiles.dout_stages)
+    own = _own_rows(tiles, warpgroup)
+    ds_slot = warpgroup + _opaque_zero() if tiles.by_head_dim else lax.rem(index, 2)
+    query, dout = scratch.query.at[slot], scratch.dout.at[do_slot]
+    first_query = tile * tiles.queries
+
+    def gradients_of_logits(s_acc: Refs, dp_acc: Refs) -> None:
+        plgpu.barrier_wait(barriers.q_ready.at[slot])
+        _silence(problem, query, first_query, unit.q_length)
+        plgpu.wgmma(s_acc, scratch.key.at[_opaque_zero(), own], query.T)
+        plgpu.barrier_wait(barriers.do_ready.at[do_slot])
+        _silence(problem, dout, first_query, unit.q_length)
+        plgpu.wgmma(dp_acc, scratch.value.at[_opaque_zero(), own], dout.T)
+        s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+        p = _probabilities(problem, scratch, unit, tile, slot, s, own)
+        plgpu.wgmma(dv_acc, p.astype(problem.dtype), _columns(tiles, dout, warpgroup))
+        dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
+        delta = _over_columns(scratch.delta.at[do_slot], tiles.queries)
+        ds = p * (dp - delta)
+        scratch.ds.at[ds_slot, own][...] = ds.astype(problem.dtype)
+
+    shape = (HALF, tiles.queries)
+    pl.run_scoped(gradients_of_logits, plgpu.ACC(shape), plgpu.ACC(shape))
+    plgpu.commit_smem()
+    if not tiles.by_head_dim:
+        plgpu.barrier_arrive(barriers.exchange)
+    plgpu.wgmma(dk_acc, scratch.ds.at[ds_slot, own], _columns(tiles, query, warpgroup))
+    plgpu.wgmma_wait(1)
+    plgpu.barrier_arrive(barriers.do_free.at[do_slot])
+    if not tiles.by_head_dim:
+        plgpu.barrier_wait(barriers.exchange)
+    _query_gradient(problem, scratch, outputs, unit, warpgroup, member, first_query, ds_slot)
+    plgpu.barrier_arrive(barriers.q_free.at[slot])
+
+
+def _slot(index: Index, stages: int) -> Index:
+    return _opaque_zero() if stages == 1 else lax.rem(index, stages)
+
+
+def _own_rows(tiles: BackwardTiles, warpgroup: Index) -> Any:
+    """The keys that a warpgroup computes logits for."""
+    return pl.ds(0, HALF) if tiles.by_head_dim else pl.ds(warpgroup * HALF, HALF)
+
+
+def _columns(tiles: BackwardTiles, ref: Refs, warpgroup: Index) -> Refs:
+    """The columns of dO or Q that a warpgroup's part of dV or dK needs."""
+    if not tiles.by_head_dim:
+        return ref
+    half = ref.shape[-1] // CONSUMERS
+    return ref.at[:, pl.ds(warpgroup * half, half)]
+
+
+def _over_columns(ref: Refs, queries: int) -> Any:
+    """A number for each query, as a tile of transposed logits."""
+    row = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0))
+    return lax.broadcast_in_dim(row, (HALF, queries), [1])
+
+
+def _probabilities(
+    problem: Problem, scratch: Scratch, unit: Unit, tile: Index, slot: Index, s: Any, own: Any
+) -> Any:
+    """P^T of one tile: exactly 0 where the mask hides the key."""
+    lse2 = _over_columns(scratch.lse2.at[slot], problem.tiles.queries)
+    p = jnp.exp2(s * problem.exponent_scale - lse2)
+    if problem.never_masks:
+        return p
+    masked = (tile < unit.full_lo) | (tile >= unit.full_hi)
+    mask = functools.partial(_mask, problem, unit, tile, own)
+    return lax.cond(masked, mask, lambda p: p, p)
+
+
+def _mask(problem: Problem, unit: Unit, tile: Index, own: Any, p: Any) -> Any:
+    """P^T with 0 where the mask hides the key, a few columns at a time."""
+    layout = plgpu.Layout.WGMMA
+    first = unit.first_key + own.start
+    rows = plgpu.broadcasted_iota(jnp.int32, (HALF,), 0, layout=layout.reduce(1)) + first
+    columns = plgpu.broadcasted_iota(jnp.int32, (HALF, CHUNK), 1, layout=layout)
+    lo, hi = problem.mask.key_bounds(rows, q_length=unit.q_length, kv_length=unit.kv_length)
+
+    def from_here(bound: Any, column: Index) -> Any:
+        """A bound of each key, counted from the chunk's first query."""
+        start = tile * problem.tiles.queries + column
+        return lax.broadcast_in_dim(bound - start, (HALF, CHUNK), [0])
+
+    parts = []
+    for column in range(0, problem.tiles.queries, CHUNK):
+        seen = columns < from_here(hi, column)
+        if lo is not None:
+            seen &= columns >= from_here(lo, column)
+        part = lax.slice(p, (0, column), (HALF, column + CHUNK))
+        parts.append(jnp.where(seen, part, 0.0))
+    return jnp.concatenate(parts, axis=1)
+
+
+def _query_gradient(
+    problem: Problem,
+    scratch: Scratch,
+    outputs: Outputs,
+    unit: Unit,
+    warpgroup: Index,
+    member: Index,
+    first_query: Index,
+    ds_slot: Index,
+) -> None:
+    """This warpgroup's part of dQ_i, added to memory in pieces of 64 queries and 64 columns."""
+    sizes, tiles = problem.sizes, problem.tiles
+    head = unit.kv_head * sizes.G + member
+    staging = scratch.dquery.at[warpgroup]
+    key = scratch.key.at[_opaque_zero()]
+    for rows, start in tiles.dquery_pieces(sizes.H, warpgroup):
+        columns = pl.ds(start, HALF)
+
+        def product(acc: Refs, rows: Any = rows, columns: Any = columns) -> Any:
+            ds = scratch.ds.at[ds_slot, :, pl.ds(rows, HALF)]
+            plgpu.wgmma(acc, ds.T, key.at[:, columns])
+            return plgpu.wgmma_accumulator_load(acc, wait_n=0)
+
+        dq = pl.run_scoped(product, plgpu.ACC((HALF, HALF)))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staging[...] = dq
+        plgpu.commit_smem()
+        target = outputs.dquery.at[unit.batch, pl.ds(first_query + rows, HALF), head, columns]
+        plgpu.copy_smem_to_gmem(staging, target, reduction_op="add")
+
+
+def _store(
+    problem: Problem,
+    scratch: Scratch,
+    outputs: Outputs,
+    unit: Unit,
+    warpgroup: Index,
+    dk: Any,
+    dv: Any,
+) -> None:
+    """Send dK and dV out through the shared memory of K and V; TMA drops rows past the end."""
+    tiles, barriers = problem.tiles, scratch.barriers
+    own = _own_rows(tiles, warpgroup)
+
+    def meet() -> None:
+        plgpu.barrier_arrive(barriers.exchange)
+        plgpu.barrier_wait(barriers.exchange)
+
+    meet()  # the other warpgroup has read K for its last dQ
+    for ref, result in ((scratch.key, dk), (scratch.value, dv)):
+        _columns(tiles, ref.at[0, own], warpgroup)[...] = result.astype(problem.dtype)
+    plgpu.commit_smem()
+    meet()
+    keys = pl.ds(unit.first_key, tiles.keys)
+    for first, ref, out in ((0, scratch.key, outputs.dkey), (1, scratch.value, outputs.dvalue)):
+
+        @pl.when(warpgroup == first)
+        def _(ref: Refs = ref, out: Refs = out) -> None:
+            plgpu.copy_smem_to_gmem(ref.at[0], out.at[unit.batch, keys, unit.kv_head])
+
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _silence(problem: Problem, ref: Refs, first: Index, length: Index) -> None:
+    """Zeros in the rows of a tile behind the length, where memory may hold NaN.
+
+    A probability of 0 does not silence them: 0 * NaN is NaN. Both warpgroups write the same zeros,
+    so that neither needs to wait for the other.
+    """
+    if not problem.mask.has_lengths:
+        return
+    size, width = ref.shape
+
+    @pl.when(first + size > length)
+    def _() -> None:
+        rows = plgpu.broadcasted_iota(jnp.int32, (HALF, HALF), 0, layout=plgpu.Layout.WGMMA)
+        for row in range(0, size, HALF):
+            for column in range(0, width, HALF):
+                part = ref.at[pl.ds(row, HALF), pl.ds(column, HALF)]
+                values = plgpu.load(part, layout=plgpu.Layout.WGMMA)
+                seen = rows + (first + row) < length
+                part[...] = jnp.where(seen, values, jnp.zeros_like(values))
+        plgpu.commit_smem()
