@@ -1,4 +1,4 @@
-"""The data command: ``python -m experiments.data {corpus,tokenize,show,info,sample}``."""
+"""The data command: ``python -m experiments.data {corpus,build,tokenize,show,info,sample}``."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from experiments.data.debian import PackageError, Packages
 from experiments.data.documents import CorpusError, read_manifest
 from experiments.data.loader import TokenDataset
 from experiments.data.packing import split_report
+from experiments.data.pipeline.build import run_build
+from experiments.data.pipeline.config import read_config
 from experiments.data.sample_corpus import build_sample
 from experiments.data.tokenizer import END_OF_TEXT
 
@@ -53,6 +55,30 @@ class Corpus:
             )
         print_manifest(self.out)
         print(f"next: python -m experiments.data tokenize --corpus {self.out}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Build:
+    """Runs the stages of a TOML file over your own text; killed anywhere, it continues."""
+
+    config: tyro.conf.Positional[Path]
+    """What to read and which stages to run; paths in it start from its own folder."""
+    workers: int | None = None
+    """Processes; by default what the file says, else one per core. No byte depends on it."""
+
+    def run(self) -> None:
+        config = read_config(self.config)
+        if self.workers is not None:
+            config = dataclasses.replace(config, workers=self.workers)
+        build = run_build(config, self.config.parent)
+        for result in build.results:
+            dropped, faults = (sum(c.values()) for c in (result.tally.dropped, result.tally.faults))
+            print(
+                f"{result.name:<16} {result.documents:>10,} documents "
+                f"{result.bytes / 1e6:>9.1f} MB  {dropped:,} dropped, {faults:,} unreadable, "
+                f"{result.seconds:.1f} s"
+            )
+        print(f"report: {build.root / 'report.html'}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,6 +206,7 @@ def print_dataset(dataset: TokenDataset) -> None:
 
 Command = (
     Annotated[Corpus, tyro.conf.subcommand("corpus")]
+    | Annotated[Build, tyro.conf.subcommand("build")]
     | Annotated[Tokenize, tyro.conf.subcommand("tokenize")]
     | Annotated[Show, tyro.conf.subcommand("show")]
     | Annotated[Info, tyro.conf.subcommand("info")]

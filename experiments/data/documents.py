@@ -123,13 +123,19 @@ def read_shard(path: Path) -> Iterator[Document]:
     Raises:
       CorpusError: the file is missing, is not zstd JSON lines, or ends in the middle.
     """
+    for row in read_shard_rows(path):
+        yield Document(id=row["id"], source=row["source"], text=row["text"])
+
+
+def read_shard_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects of a shard: id, source, text, and what else a writer put there."""
     rest = b""
     number = 0
     for block in _decompressed(path):
         *lines, rest = (rest + block).split(b"\n")
         for line in lines:
             number += 1
-            yield _parse_line(line, where=f"{path}: line {number}")
+            yield _parse_row(line, where=f"{path}: line {number}")
     if rest:
         raise CorpusError(
             f"{path}: ends inside line {number + 1}: delete it and build the corpus again"
@@ -157,11 +163,13 @@ def _decompressed(path: Path) -> Iterator[bytes]:
         raise CorpusError(f"{path}: cut short: delete it and build the corpus again")
 
 
-def _parse_line(line: bytes, *, where: str) -> Document:
+def _parse_row(line: bytes, *, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-        return Document(id=row["id"], source=row["source"], text=row["text"])
-    except (ValueError, KeyError, TypeError) as error:
+        if missing := {"id", "source", "text"} - row.keys():
+            raise KeyError(*sorted(missing))
+        return row
+    except (ValueError, KeyError, AttributeError) as error:
         raise CorpusError(
             f"{where}: want a JSON object with id, source and text, got {line[:60]!r} ({error!r})"
         ) from None
@@ -170,8 +178,12 @@ def _parse_line(line: bytes, *, where: str) -> Document:
 def write_json(path: Path, value: Any) -> None:
     """Writes JSON to a temporary name, then renames it: readers never see half a file."""
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    temporary.replace(path)
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
