@@ -1,0 +1,277 @@
+"""The build command: configuration errors, equal bytes for any workers, kills, a full disk."""
+
+import errno
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from experiments.data import documents, load_dataset
+from experiments.data.documents import read_corpus
+from experiments.data.pipeline import stages
+from experiments.data.pipeline.build import run_build
+from experiments.data.pipeline.config import read_config
+from experiments.data.pipeline.records import Record, Tally
+from experiments.data.pipeline.stages import BuildError, Unit, run_stage, run_units
+from experiments.data.pipeline.tables import ConfigError
+
+ROOT = Path(__file__).parents[2]
+
+CONFIG = """
+out = "out"
+[[source]]
+name = "books"
+paths = ["books"]
+[[source]]
+name = "code"
+paths = ["code"]
+[read]
+shard_mb = 0.01
+[clean.length]
+min_words = 30
+exempt = ["code"]
+[clean.personal]
+"""
+
+
+@pytest.fixture
+def project(tmp_path):
+    """A folder with a configuration and 40 kB of text in two sources."""
+    (tmp_path / "books").mkdir()
+    (tmp_path / "code").mkdir()
+    for book in range(3):
+        rows = [
+            {"text": f"Chapter {i} of book {book}. " + f"It says that the sea of {i} is wide. " * i}
+            for i in range(1, 24)
+        ]
+        rows.append({"text": "short"})
+        text = "\n".join(map(json.dumps, rows))
+        (tmp_path / "books" / f"{book}.jsonl").write_text(text)
+    for i in range(5):
+        (tmp_path / "code" / f"{i}.py").write_text(f"x = {i}  # ann{i}@mail.org\n" * 30)
+    (tmp_path / "build.toml").write_text(CONFIG)
+    return tmp_path
+
+
+def digests(folder):
+    """SHA-256 of all that must not depend on workers or kills."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file() and path.suffix in {".zst", ".npz", ".npy", ".bin"}:
+            found[str(path.relative_to(folder))] = hashlib.sha256(path.read_bytes()).hexdigest()
+    report = json.loads((folder / "report.json").read_text())
+    del report["timing"]
+    found["report"] = hashlib.sha256(json.dumps(report).encode()).hexdigest()
+    return found
+
+
+def build(project, **changes):
+    import dataclasses
+
+    config = dataclasses.replace(read_config(project / "build.toml"), **changes)
+    return run_build(config, project, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("shard_mb", "shard_md"), r"unknown key 'shard_md' in \[read\]: did you mean 'shard_mb'"),
+        (("[clean.personal]", "[clean.persnal]"), "did you mean 'personal'"),
+        (("0.01", "-1"), r"\[read\] shard_mb must be positive, got -1"),
+        (("0.01", '"big"'), "read.shard_mb must be of type float, got 'big'"),
+        (("min_words = 30", "min_words = true"), "clean.length.min_words must be of type int"),
+        (('["code"]\n[clean.p', '["cod"]\n[clean.p'), "names no source: cod; known: books, code"),
+        (('name = "code"', 'name = "books"'), "source names must be unique"),
+        (('paths = ["code"]', 'paths = "code"'), r"source\[1\].paths must be an array"),
+        (('name = "code"\n', ""), r"source\[1\].name is missing"),
+        (("[clean.personal]", "[clean.personal"), "not TOML"),
+        (('paths = ["code"]', 'paths = ["code"]\nformat = "xml"'), "must be one of 'auto'"),
+    ],
+)
+def test_a_wrong_configuration_is_named(project, change, message):
+    assert change[0] in CONFIG
+    (project / "build.toml").write_text(CONFIG.replace(*change))
+    with pytest.raises(ConfigError, match=message):
+        read_config(project / "build.toml")
+
+
+def test_counts_add_up_and_the_result_is_a_corpus(project):
+    result = build(project, workers=1)
+    read, clean = result.results
+    assert read.documents == 3 * 24 + 5
+    assert clean.documents + sum(clean.tally.dropped.values()) == read.documents
+    assert clean.tally.dropped["fewer than 30 words"] == 3 * 3
+    assert clean.tally.changed["redacted: email"] == 5 * 30
+    assert len(clean.shards) > 4
+    texts = list(read_corpus(result.root))
+    assert len(texts) == clean.documents
+    assert [d.source for d in texts] == sorted(d.source for d in texts)
+    data = load_dataset(result.root, cache_dir=project / "cache")
+    assert data.counts("train").documents + data.counts("heldout").documents == len(texts)
+    page = (result.root / "report.html").read_text()
+    assert "fewer than 30 words" in page
+    assert "short" in page
+
+
+def test_equal_bytes_for_any_number_of_workers_and_after_a_changed_mind(project):
+    one = digests(build(project, workers=1, out="one").root)
+    assert digests(build(project, workers=3, out="three").root) == one
+    # Another configuration in the same folder, then back: no file of the other is left.
+    (project / "build.toml").write_text(CONFIG.replace("min_words = 30", "min_words = 90"))
+    assert digests(build(project, workers=1, out="one").root) != one
+    (project / "build.toml").write_text(CONFIG)
+    assert digests(build(project, workers=1, out="one").root) == one
+
+
+def test_a_finished_build_does_nothing_and_new_input_is_seen(project, monkeypatch):
+    first = build(project, workers=1)
+    monkeypatch.setattr(stages, "run_units", None)  # nothing may run
+    again = build(project, workers=1)
+    assert all(result.cached for result in again.results)
+    assert again.shard_digests() == first.shard_digests()
+    monkeypatch.undo()
+    (project / "code" / "9.py").write_text("z = 1\n")
+    more = build(project, workers=1)
+    assert more.results[0].documents == first.results[0].documents + 1
+
+
+def test_killed_at_any_write_it_continues_to_the_same_bytes(project, monkeypatch):
+    want = digests(build(project, workers=1, out="straight").root)
+    replace = Path.replace
+    left = 0
+
+    def sometimes(path, target):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+        return replace(path, target)
+
+    kills = 0
+    for left_at_start in range(1, 200, 7):
+        left = left_at_start
+        monkeypatch.setattr(Path, "replace", sometimes)
+        try:
+            result = build(project, workers=1, out="killed")
+        except KeyboardInterrupt:
+            kills += 1
+            continue
+        finally:
+            monkeypatch.setattr(Path, "replace", replace)
+        break
+    assert kills >= 3
+    assert digests(result.root) == want
+
+
+def test_a_full_disk_ends_in_one_message_and_continues(project, monkeypatch):
+    want = digests(build(project, workers=1, out="straight").root)
+    real = os.fsync
+    calls = 0
+
+    def full(fd):
+        nonlocal calls
+        calls += 1
+        if calls > 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(fd)
+
+    monkeypatch.setattr(documents.os, "fsync", full)
+    with pytest.raises(BuildError, match=r"no space left.*same command to continue"):
+        build(project, workers=1, out="full")
+    assert not list((project / "full").rglob("*.tmp"))
+    monkeypatch.undo()
+    assert digests(build(project, workers=1, out="full").root) == want
+
+
+class _Deadly:
+    """A stage whose worker is killed the first time it meets unit 1."""
+
+    name = "deadly"
+    version = 1
+    settings = None
+
+    def __init__(self, always=False):
+        self.always = always
+
+    def records(self, unit, root, tally):
+        flag = root / "died"
+        if unit.key == "1" and (self.always or not flag.exists()):
+            flag.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield Record(unit.key, "s", f"text {unit.payload}")
+
+
+def test_a_killed_worker_is_replaced_and_nothing_lost(tmp_path, caplog):
+    units = [Unit(str(i), i) for i in range(4)]
+    result = run_stage(_Deadly(), units, root=tmp_path, folder="x", inputs=None, workers=2)
+    assert result.documents == 4
+    assert "a worker died" in caplog.text
+
+
+def test_workers_that_keep_dying_are_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(stages, "POOL_RETRIES", 0)
+    units = [Unit(str(i), i) for i in range(2)]
+    with pytest.raises(BuildError, match="workers died 1 times"):
+        run_stage(_Deadly(True), units, root=tmp_path, folder="x", inputs=None, workers=2)
+
+
+def test_samples_do_not_depend_on_the_order():
+    documents = [Record(str(i), "s", f"text {i}") for i in range(50)]
+    one, left, right = Tally(), Tally(), Tally()
+    for document in documents:
+        one.drop("why", document)
+    for document in reversed(documents[:20]):
+        left.drop("why", document)
+    for document in documents[20:]:
+        right.drop("why", document)
+    right.merge(left)
+    assert right.to_json() == one.to_json()
+    assert Tally.from_json(json.loads(json.dumps(one.to_json()))).to_json() == one.to_json()
+
+
+def test_run_units_returns_by_key():
+    assert run_units(_double, [Unit("a", 2), Unit("b", 3)], workers=1, label="x") == {
+        "a": 4, "b": 6,
+    }  # fmt: skip
+
+
+def _double(unit):
+    return 2 * unit.payload
+
+
+@pytest.mark.slow
+def test_ten_kills_of_the_real_command(project):
+    """SIGKILL at random times; then the command runs through to the bytes of a straight run."""
+    want = digests(build(project, workers=1, out="straight").root)
+    (project / "build.toml").write_text(CONFIG.replace('out = "out"', 'out = "killed"'))
+    command = [sys.executable, "-m", "experiments.data", "build", str(project / "build.toml")]
+    for number in range(10):
+        process = subprocess.Popen([*command, "--workers", str(1 + number % 3)], cwd=ROOT,
+                                   stderr=subprocess.DEVNULL)  # fmt: skip
+        time.sleep(0.8 + 0.25 * number)
+        process.kill()
+        process.wait()
+    done = subprocess.run([*command, "--workers", "2"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert digests(project / "killed") == want
+
+
+def test_the_command_prints_a_line_per_stage_and_errors_in_one(project, capsys):
+    from experiments.data.__main__ import main
+
+    assert main(["build", str(project / "build.toml"), "--workers", "1"]) == 0
+    out = capsys.readouterr().out
+    assert "clean" in out
+    assert "report.html" in out
+    (project / "build.toml").write_text("out = 3")
+    assert main(["build", str(project / "build.toml")]) == 1
+    error = textwrap.dedent(capsys.readouterr().err)
+    assert error.startswith("error: ")
+    assert error.count("\n") == 1
