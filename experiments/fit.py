@@ -15,6 +15,7 @@ from typing import Annotated
 
 import tyro
 
+from experiments.console import run_main
 from experiments.scaling.fit import FitConfig, fit_points, read_points
 
 
@@ -86,4 +87,4 @@ def _line(key: str, fit: dict) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

@@ -24,6 +24,7 @@ import jax
 import tyro
 
 from experiments.configs.sweeps import PRESETS
+from experiments.console import run_main
 from experiments.data import CorpusError, TokenDataset, load_dataset
 from experiments.scaling import progress, runs
 from experiments.scaling.backend import set_up_jax
@@ -74,6 +75,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nstopped; the same command continues", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        raise  # `run_main` ends it quietly
     except (SweepError, CorpusError, ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -385,4 +388,4 @@ def status(run: Run, _: FolderOptions) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

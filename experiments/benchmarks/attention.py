@@ -32,6 +32,7 @@ from jaxtyping import Array
 
 import pallas_flash
 from experiments.benchmarks import peers, timing
+from experiments.console import run_main
 from pallas_flash import shapes
 from pallas_flash.mask import Mask
 from pallas_flash.shapes import Case
@@ -254,4 +255,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(run_main(main))

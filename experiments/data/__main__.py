@@ -11,6 +11,7 @@ from typing import Annotated
 import tyro
 from tqdm import tqdm
 
+from experiments.console import run_main
 from experiments.data import corpus as corpus_building
 from experiments.data.dataset import SAMPLE_DIR, build_store, load_dataset
 from experiments.data.debian import PackageError, Packages
@@ -235,4 +236,4 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))
