@@ -28,21 +28,16 @@ from experiments.console import run_main
 from experiments.data import CorpusError, TokenDataset, load_dataset
 from experiments.scaling import progress, runs
 from experiments.scaling.backend import set_up_jax
+from experiments.scaling.estimate import plan_for_machine, plan_table
 from experiments.scaling.fit import FitConfig, fit_points
-from experiments.scaling.ladder import Plan, Point, SweepConfig, make_plan, scale_budgets
+from experiments.scaling.ladder import SweepConfig
 from experiments.scaling.report import summary_line, write_report
 from experiments.scaling.runs import Run, SweepError
-from experiments.scaling.worker import DeviceData, Stopped, measure_step, precompile, work
+from experiments.scaling.worker import DeviceData, Stopped, work
 from experiments.training.checkpoint import read_json, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 VERBS = ("run", "plan", "status", "fit", "report", "work")
-LEAST_SCALE = 0.25  # budgets are not scaled below this part of what was asked
-COMPILE_ALL = 1.3  # of the time for the training program, for that of evaluation too
-START_SECONDS = 6.0  # of a worker process: imports and opening the data
-EVAL_SHARE = 1 / 3  # a held-out token costs a forward pass, a third of a training token
-MEASURED_FLOPS = 2e10  # of one step that a CPU is timed with, at most
-MARGIN = 1.15  # workers share caches and memory; the measurement ran alone
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +126,7 @@ def open_or_create(config: SweepConfig, data: DeviceData) -> Run:
         return run
     plan, scale, estimate = plan_for_machine(config, data)
     run = runs.create_run(config, plan, scale=scale, estimate=estimate, dataset=data.dataset)
-    print_plan(run)
+    print(plan_table(run))
     return run
 
 
@@ -147,121 +142,8 @@ def show_plan(config: SweepConfig) -> int:
     dataset = open_data(config)
     plan, scale, estimate = plan_for_machine(config, DeviceData(dataset))
     described = runs.describe_dataset(dataset)
-    print_plan(Run(Path(config.out), config, plan, scale, described, estimate))
+    print(plan_table(Run(Path(config.out), config, plan, scale, described, estimate)))
     return 0
-
-
-# ---- planning --------------------------------------------------------------------------------
-
-
-def plan_for_machine(
-    config: SweepConfig, data: DeviceData
-) -> tuple[Plan, float, dict[str, tuple[float, float]]]:
-    """A plan that fits `max_minutes` here, the factor on its budgets, and seconds per point.
-
-    Budgets shrink to `LEAST_SCALE` at most: a smaller sweep would be another experiment, so it is
-    left as it is and takes longer than asked; its plan says how long.
-    """
-    begun = time.monotonic()
-    tokens = len(data.dataset.train)
-    rates: dict[tuple, tuple[float, float]] = {}
-    scale = 1.0
-    for _ in range(4):
-        plan = make_plan(scale_budgets(config, scale), corpus_tokens=tokens)
-        estimate = estimate_seconds(plan, data, rates)
-        total = total_seconds({k: t + f for k, (t, f) in estimate.items()}, config.workers)
-        room = 60 * config.max_minutes - (time.monotonic() - begun)
-        if total <= room or scale <= LEAST_SCALE:
-            break
-        # Leave what does not shrink with the budgets (compiling, evaluating) out of the ratio.
-        fixed = total_seconds({k: f for k, (_, f) in estimate.items()}, config.workers)
-        share = min(0.9, (0.95 * room - fixed) / max(total - fixed, 1e-9))
-        scale = max(LEAST_SCALE, float(f"{scale * max(share, 0.01):.2g}"))
-    return plan, scale, estimate
-
-
-def estimate_seconds(
-    plan: Plan, data: DeviceData, rates: dict[tuple, tuple[float, float]]
-) -> dict[str, tuple[float, float]]:
-    """Seconds of one worker for each point, training and the rest, from a measured step.
-
-    On a GPU every shape is measured (utilisation differs by a factor of 5 between sizes, and the
-    programs are needed anyway); on a CPU one middle shape stands for all.
-    """
-    on_cpu = jax.default_backend() == "cpu"
-    shapes = {p.shape: p for p in sorted(plan.points, key=lambda p: p.flops_per_token)}
-    new = [p for shape, p in shapes.items() if shape not in rates]
-    if on_cpu:
-        new = [] if rates else [_quick_to_measure(new[len(new) // 2])]
-    else:
-        precompile(new, data)
-    for point in new:
-        step, compiling = measure_step(point, data)
-        step_flops = point.flops_per_token * point.batch_size * point.seq_len
-        rates[point.shape] = (step / step_flops, COMPILE_ALL * compiling if on_cpu else 0.0)
-    seconds, seen = {}, set()
-    for point in plan.points:
-        per_flop, compiling = rates.get(point.shape) or next(iter(rates.values()))
-        fixed = EVAL_SHARE * point.flops_per_token * point.heldout_tokens * per_flop
-        if point.shape not in seen:
-            fixed += compiling
-            seen.add(point.shape)
-        seconds[point.id] = (MARGIN * per_flop * point.flops, MARGIN * fixed)
-    return seconds
-
-
-def _quick_to_measure(point: Point) -> Point:
-    """The point, or the same with smaller batches if one step would take a CPU many seconds."""
-    sequence_flops = point.flops_per_token * point.seq_len
-    return dataclasses.replace(
-        point, batch_size=max(1, min(point.batch_size, int(MEASURED_FLOPS / sequence_flops)))
-    )
-
-
-def total_seconds(seconds: dict[str, float], workers: int) -> float:
-    """Wall time: work shared by the workers, but never less than the longest point."""
-    start = START_SECONDS if workers > 1 else 0.0
-    return start + max(sum(seconds.values()) / workers, max(seconds.values()))
-
-
-def print_plan(run: Run) -> None:
-    """The grid and its cost as a table."""
-    seconds = {k: training + rest for k, (training, rest) in run.estimate.items()}
-    header = ("point", "N", "D", "D/N", "steps", "epochs", "lr", "FLOPs", "seconds")
-    rows = [
-        (
-            p.id,
-            f"{p.params:,}",
-            f"{p.tokens:,}",
-            f"{p.tokens / p.params:.3g}",
-            f"{p.steps:,}",
-            f"{p.tokens / run.dataset['train_tokens']:.2f}",
-            f"{p.lr:.2g}",
-            f"{p.flops:.3g}",
-            f"{seconds[p.id]:.1f}",
-        )
-        for p in run.plan.points
-    ]
-    widths = [max(len(row[i]) for row in (header, *rows)) for i in range(len(header))]
-    for row in (header, *rows):
-        cells = [row[0].ljust(widths[0])]
-        print("  ".join(cells + [c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)]))
-    for note in run.plan.notes:
-        print(f"- {note}")
-    if run.scale != 1:
-        print(
-            f"- budgets are {run.scale:g} of what was asked, to fit --max-minutes "
-            f"{run.config.max_minutes:g} at the rate measured here"
-        )
-    workers = run.config.workers
-    total = total_seconds(seconds, workers)
-    if total > 60 * run.config.max_minutes:
-        print(f"- this is slower than --max-minutes {run.config.max_minutes:g}: a busy machine?")
-    print(
-        f"{len(rows)} points, {run.plan.flops:.3g} FLOPs on {run.dataset['name']} "
-        f"({run.dataset['train_tokens']:,} training tokens), about {progress.clock(total)} with "
-        f"{workers} worker{'s' if workers > 1 else ''}, compiling included"
-    )
 
 
 # ---- training --------------------------------------------------------------------------------

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from tqdm import tqdm
 
-from experiments.scaling.runs import Run
+from experiments.scaling.runs import Run, Seconds
 
+START_SECONDS = 6.0  # of a worker process: imports and opening the data
 LINE_SECONDS = 15.0  # between lines when the output is not a terminal
 
 
@@ -29,10 +30,11 @@ def standing(run: Run) -> Standing:
     finished = 0
     for point in run.plan.points:
         share = run.steps_done(point) / point.steps
-        training, rest = run.estimate.get(point.id, (1.0, 0.0))
-        finished += run.result(point) is not None
-        work += training + rest
-        done += training * share + rest * (share > 0)  # the rest is mostly compiling, at first
+        cost = run.estimate.get(point.id, Seconds(1.0, 0.0, 0.0))
+        over = run.result(point) is not None
+        finished += over
+        work += sum(cost)
+        done += cost.training * share + cost.compiling * (share > 0) + cost.evaluation * over
         flops += point.flops * share
         total += point.flops
     return Standing(finished, len(run.plan.points), done, work, flops)

@@ -21,7 +21,7 @@ import platform
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -39,6 +39,14 @@ class SweepError(RuntimeError):
     """A sweep cannot go on; the message says what to do."""
 
 
+class Seconds(NamedTuple):
+    """What the plan expects one worker to need for a point."""
+
+    training: float
+    compiling: float  # charged to the first point of a shape; 0 when measuring compiled it
+    evaluation: float
+
+
 @dataclass(frozen=True)
 class Run:
     """An opened sweep folder."""
@@ -48,8 +56,7 @@ class Run:
     plan: Plan  # as made: budgets may have been scaled to the machine
     scale: float  # factor on the budgets that were asked for
     dataset: dict  # name, fingerprint, train_tokens, bytes_per_token
-    # seconds of one worker that the plan expects for each point: training, and all the rest
-    estimate: dict[str, tuple[float, float]]
+    estimate: dict[str, Seconds]  # by point id
 
     def point_folder(self, point: Point) -> Path:
         return self.folder / "points" / point.id
@@ -93,7 +100,7 @@ def create_run(
     *,
     dataset: TokenDataset,
     scale: float = 1.0,
-    estimate: dict[str, tuple[float, float]] | None = None,
+    estimate: dict[str, Seconds] | None = None,
 ) -> Run:
     """Write a new sweep folder.
 
@@ -168,8 +175,13 @@ def open_run(folder: Path) -> Run:
         Plan(points, tuple(stored["notes"])),
         stored["scale"],
         stored["dataset"],
-        {k: (training, rest) for k, (training, rest) in stored["estimate"].items()},
+        {k: _seconds(*v) for k, v in stored["estimate"].items()},
     )
+
+
+def _seconds(training: float, *rest: float) -> Seconds:
+    """Folders of before 2026-11-30 hold compiling and evaluation as one number."""
+    return Seconds(training, *(rest if len(rest) == 2 else (0.0, *rest)))
 
 
 def check_same_sweep(run: Run, config: SweepConfig) -> None:

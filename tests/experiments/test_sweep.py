@@ -15,7 +15,7 @@ import pytest
 from experiments import sweep
 from experiments.data import TokenDataset
 from experiments.data.tokenizer import ByteTokenizer
-from experiments.scaling import progress, runs, worker
+from experiments.scaling import estimate, progress, runs, worker
 from experiments.scaling.ladder import SweepConfig, make_plan
 
 TINY = SweepConfig(
@@ -231,12 +231,43 @@ def test_slow_machine_gets_smaller_budgets(dataset, data, monkeypatch):
     config = replace(TINY, budgets=(1e9, 2e9), max_minutes=1.0, heldout_tokens=64)
     step_flops = make_plan(config, corpus_tokens=10**6).points[0].flops_per_token * 64
     for rate in (1e9, 2e7):
-        monkeypatch.setattr(sweep, "measure_step", lambda *_, r=rate: (step_flops / r, 1.0))
-        plan, scale, estimate = sweep.plan_for_machine(config, data)
-        total = sum(training + rest for training, rest in estimate.values())
+        monkeypatch.setattr(estimate, "measure_step", lambda *_, r=rate: (step_flops / r, 1.0))
+        plan, scale, seconds = estimate.plan_for_machine(config, data)
+        total = sum(map(sum, seconds.values()))
         assert total <= 60
         assert (scale < 1) == (rate == 2e7)
         assert plan.points[0].budget == pytest.approx(scale * 1e9)
+
+
+def test_plan_says_which_points_pay_for_compiling(tmp_path, dataset, data, monkeypatch):
+    config = replace(TINY, sizes=("8x1", "16x1"), out=str(tmp_path))
+    monkeypatch.setattr(estimate, "measure_step", lambda *_: (0.01, 3.0))
+    plan, scale, seconds = estimate.plan_for_machine(config, data)
+    run = runs.Run(tmp_path, config, plan, scale, runs.describe_dataset(dataset), seconds)
+    lines = estimate.plan_table(run).splitlines()
+    marked = [line.split()[0] for line in lines[1:] if line.endswith("*")]
+    paying = [p for p in plan.points if seconds[p.id].compiling]
+    assert marked == [p.id for p in paying]
+    assert len({p.shape for p in paying}) == len(paying) == 2  # one of each size
+    for point in paying:  # and that which a worker takes first
+        assert point.flops == max(p.flops for p in plan.points if p.shape == point.shape)
+        printed = next(line for line in lines if line.startswith(point.id)).split()[-1]
+        assert printed == f"{sum(seconds[point.id]):.1f}*"
+    note = next(line for line in lines if line.startswith("*"))
+    assert f"{seconds[paying[0].id].compiling:.1f} of these seconds compile" in note
+    assert lines[-1].endswith("compiling included")
+    compiled = {k: s._replace(compiling=0.0) for k, s in seconds.items()}
+    text = estimate.plan_table(replace(run, estimate=compiled))
+    assert "*" not in text
+    assert text.endswith("compiling done before")
+
+
+def test_folders_with_two_numbers_per_point_open(straight, tmp_path):
+    stored = json.loads((straight.folder / "config.json").read_text())
+    stored["estimate"] = {p["id"]: [3.0, 1.0] for p in stored["points"]}
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    run = runs.open_run(tmp_path)
+    assert set(run.estimate.values()) == {runs.Seconds(3.0, 0.0, 1.0)}
 
 
 def test_standing_counts_work_under_way(tmp_path, dataset):
