@@ -1,4 +1,4 @@
-"""The data command: ``python -m experiments.data {corpus,build,tokenize,show,info,sample}``."""
+"""The data command: corpus, build, train-quality, tokenize, show, info or sample."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from experiments.data.loader import TokenDataset
 from experiments.data.packing import split_report
 from experiments.data.pipeline.build import run_build
 from experiments.data.pipeline.config import read_config
+from experiments.data.pipeline.quality import train_from_files
+from experiments.data.pipeline.readers import ReadConfig, SourceConfig, find_files, read_file
+from experiments.data.pipeline.records import Tally
 from experiments.data.sample_corpus import build_sample
 from experiments.data.tokenizer import END_OF_TEXT
 
@@ -80,6 +83,42 @@ class Build:
                 f"{result.seconds:.1f} s"
             )
         print(f"report: {build.root / 'report.html'}")
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainQuality:
+    """Trains the linear quality classifier that [quality.classifier] of a build refers to."""
+
+    good: tuple[str, ...]
+    """Files, folders or glob patterns of text whose kind is wanted."""
+    bad: tuple[str, ...]
+    """The same of text whose kind is not; random web text is the usual choice."""
+    out: Path = Path("quality.npz")
+    """Where the model goes."""
+    text_field: str = "text"
+    """The column of the text in JSONL and Parquet."""
+    max_documents: int = 20_000
+    """Of each set, chosen by hash."""
+    bits: int = 18
+    """log2 of the number of weights."""
+    seed: int = 0
+
+    def run(self) -> None:
+        tally = Tally()
+        sets = []
+        for name, paths in (("good", self.good), ("bad", self.bad)):
+            source = SourceConfig(name, paths, text_field=self.text_field)
+            files = find_files(source, Path(), tally)
+            sets.append(d for file in files for d in read_file(file, ReadConfig(), tally))
+        model = train_from_files(
+            sets[0], sets[1], most=self.max_documents, bits=self.bits, seed=self.seed
+        )
+        model.save(self.out)
+        for reason, count in (tally.faults + tally.dropped).items():
+            print(f"{reason}: {count}", file=sys.stderr)
+        for name, value in model.report.items():
+            print(f"{name}: {value:.4g}")
+        print(f"next: [quality.classifier] model = {str(self.out)!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,6 +247,7 @@ def print_dataset(dataset: TokenDataset) -> None:
 Command = (
     Annotated[Corpus, tyro.conf.subcommand("corpus")]
     | Annotated[Build, tyro.conf.subcommand("build")]
+    | Annotated[TrainQuality, tyro.conf.subcommand("train-quality")]
     | Annotated[Tokenize, tyro.conf.subcommand("tokenize")]
     | Annotated[Show, tyro.conf.subcommand("show")]
     | Annotated[Info, tyro.conf.subcommand("info")]

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -17,9 +19,10 @@ from experiments.data import documents, load_dataset
 from experiments.data.documents import read_corpus
 from experiments.data.pipeline import stages
 from experiments.data.pipeline.build import run_build
+from experiments.data.pipeline.classifier import train_classifier
 from experiments.data.pipeline.config import read_config
 from experiments.data.pipeline.records import Record, Tally
-from experiments.data.pipeline.stages import BuildError, Unit, run_stage, run_units
+from experiments.data.pipeline.stages import BuildError, Unit, WorkerPool, run_stage
 from experiments.data.pipeline.tables import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -38,6 +41,16 @@ shard_mb = 0.01
 min_words = 30
 exempt = ["code"]
 [clean.personal]
+[near_duplicates]
+[[held_out]]
+name = "benchmark"
+paths = ["benchmark.txt"]
+[quality.perplexity]
+reference = ["books/0.jsonl"]
+bits = 16
+exempt = ["code"]
+[quality.classifier]
+model = "quality.npz"
 """
 
 
@@ -54,6 +67,10 @@ def project(tmp_path):
         rows.append({"text": "short"})
         text = "\n".join(map(json.dumps, rows))
         (tmp_path / "books" / f"{book}.jsonl").write_text(text)
+    (tmp_path / "books" / "copy.jsonl").write_text(text)
+    (tmp_path / "benchmark.txt").write_text(rows[10]["text"])
+    good, bad = ([f"{word} {i} of {word}" for i in range(20)] for word in ("sea", "mud"))
+    train_classifier(good, bad, bits=8).save(tmp_path / "quality.npz")
     for i in range(5):
         (tmp_path / "code" / f"{i}.py").write_text(f"x = {i}  # ann{i}@mail.org\n" * 30)
     (tmp_path / "build.toml").write_text(CONFIG)
@@ -104,14 +121,24 @@ def test_a_wrong_configuration_is_named(project, change, message):
 
 def test_counts_add_up_and_the_result_is_a_corpus(project):
     result = build(project, workers=1)
-    read, clean = result.results
-    assert read.documents == 3 * 24 + 5
-    assert clean.documents + sum(clean.tally.dropped.values()) == read.documents
-    assert clean.tally.dropped["fewer than 30 words"] == 3 * 3
+    names = [stage.name for stage in result.results]
+    assert names == ["read", "clean", "near_duplicates", "score", "select"]
+    read, clean, near, score, select = result.results
+    for before, after in itertools.pairwise(result.results):
+        assert after.documents + sum(after.tally.dropped.values()) == before.documents
+    assert set(near.tally.dropped) == {"near duplicate", "resembles held-out text"}
+    assert sum(near.tally.dropped.values()) >= 20  # all of the copied book, at least
+    assert score.documents == near.documents
+    assert select.tally.dropped
+    record = next(iter(result.stream()))
+    assert record.notes["perplexity"] > 1
+    assert 0 <= record.notes["quality"] <= 1
+    assert read.documents == 4 * 24 + 5
+    assert clean.tally.dropped["fewer than 30 words"] == 4 * 3
     assert clean.tally.changed["redacted: email"] == 5 * 30
     assert len(clean.shards) > 4
     texts = list(read_corpus(result.root))
-    assert len(texts) == clean.documents
+    assert len(texts) == select.documents
     assert [d.source for d in texts] == sorted(d.source for d in texts)
     data = load_dataset(result.root, cache_dir=project / "cache")
     assert data.counts("train").documents + data.counts("heldout").documents == len(texts)
@@ -132,7 +159,7 @@ def test_equal_bytes_for_any_number_of_workers_and_after_a_changed_mind(project)
 
 def test_a_finished_build_does_nothing_and_new_input_is_seen(project, monkeypatch):
     first = build(project, workers=1)
-    monkeypatch.setattr(stages, "run_units", None)  # nothing may run
+    monkeypatch.setattr(stages.WorkerPool, "run", None)  # nothing may run
     again = build(project, workers=1)
     assert all(result.cached for result in again.results)
     assert again.shard_digests() == first.shard_digests()
@@ -193,14 +220,14 @@ def test_a_full_disk_ends_in_one_message_and_continues(project, monkeypatch):
 class _Deadly:
     """A stage whose worker is killed the first time it meets unit 1."""
 
-    name = "deadly"
-    version = 1
+    name: ClassVar[str] = "deadly"
+    version: ClassVar[int] = 1
     settings = None
 
     def __init__(self, always=False):
         self.always = always
 
-    def records(self, unit, root, tally):
+    def records(self, unit, root, folder, tally):
         flag = root / "died"
         if unit.key == "1" and (self.always or not flag.exists()):
             flag.touch()
@@ -210,7 +237,8 @@ class _Deadly:
 
 def test_a_killed_worker_is_replaced_and_nothing_lost(tmp_path, caplog):
     units = [Unit(str(i), i) for i in range(4)]
-    result = run_stage(_Deadly(), units, root=tmp_path, folder="x", inputs=None, workers=2)
+    with WorkerPool(2) as pool:
+        result = run_stage(_Deadly(), units, root=tmp_path, folder="x", inputs=None, pool=pool)
     assert result.documents == 4
     assert "a worker died" in caplog.text
 
@@ -218,8 +246,9 @@ def test_a_killed_worker_is_replaced_and_nothing_lost(tmp_path, caplog):
 def test_workers_that_keep_dying_are_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(stages, "POOL_RETRIES", 0)
     units = [Unit(str(i), i) for i in range(2)]
-    with pytest.raises(BuildError, match="workers died 1 times"):
-        run_stage(_Deadly(True), units, root=tmp_path, folder="x", inputs=None, workers=2)
+    message = "workers died 1 times"
+    with WorkerPool(2) as pool, pytest.raises(BuildError, match=message):
+        run_stage(_Deadly(True), units, root=tmp_path, folder="x", inputs=None, pool=pool)
 
 
 def test_samples_do_not_depend_on_the_order():
@@ -234,16 +263,6 @@ def test_samples_do_not_depend_on_the_order():
     right.merge(left)
     assert right.to_json() == one.to_json()
     assert Tally.from_json(json.loads(json.dumps(one.to_json()))).to_json() == one.to_json()
-
-
-def test_run_units_returns_by_key():
-    assert run_units(_double, [Unit("a", 2), Unit("b", 3)], workers=1, label="x") == {
-        "a": 4, "b": 6,
-    }  # fmt: skip
-
-
-def _double(unit):
-    return 2 * unit.payload
 
 
 @pytest.mark.slow

@@ -92,11 +92,13 @@ def test_each_rule_drops_its_kind(text, reason):
 def test_repeated_ngrams_count_overlaps_once():
     words = [f"w{i}" for i in range(100)]
     text = " ".join(words + words[:20])
-    off = {"lines": None, "line_characters": None, "paragraphs": None,
-           "paragraph_characters": None, "top_ngrams": None}  # fmt: skip
     size = sum(map(len, words[:20])) / sum(map(len, words + words[:20]))
-    above = RepetitionConfig(**off, repeated_ngrams=(size + 1e-9,) * 6)
-    below = RepetitionConfig(**off, repeated_ngrams=(size - 1e-9,) * 6)
+
+    def only_ngrams(bound):
+        b = bound
+        return RepetitionConfig(None, None, None, None, None, (b, b, b, b, b, b))
+
+    above, below = only_ngrams(size + 1e-9), only_ngrams(size - 1e-9)
     assert repetition_reason(text, text.split(), above) is None
     assert repetition_reason(text, text.split(), below) is not None
 

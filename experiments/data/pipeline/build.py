@@ -7,18 +7,45 @@ stage's shards a corpus that ``load_dataset`` opens.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 from experiments.data.documents import MANIFEST_FORMAT, MANIFEST_NAME, write_json
 from experiments.data.pipeline.clean import CleanStage
 from experiments.data.pipeline.config import BuildConfig
-from experiments.data.pipeline.readers import InputFile, ReadConfig, find_files, read_file
-from experiments.data.pipeline.records import Record, Tally
+from experiments.data.pipeline.duplicates import NearDuplicateStage, decide_near_duplicates
+from experiments.data.pipeline.quality import (
+    THRESHOLDS,
+    QualityClassifier,
+    ScoreStage,
+    SelectStage,
+    prepare_model,
+    prepare_thresholds,
+)
+from experiments.data.pipeline.readers import (
+    InputFile,
+    ReadConfig,
+    SourceConfig,
+    find_files,
+    read_file,
+)
+from experiments.data.pipeline.records import Record, ShardStream, Tally
 from experiments.data.pipeline.report import build_report, write_report
-from experiments.data.pipeline.stages import Shard, Stage, StageResult, Unit, clean_stop, run_stage
+from experiments.data.pipeline.stages import (
+    BuildError,
+    Shard,
+    Stage,
+    StageResult,
+    Unit,
+    WorkerPool,
+    clean_stop,
+    read_json,
+    run_stage,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +62,7 @@ class ReadStage:
     def settings(self) -> ReadConfig:
         return self.config
 
-    def records(self, unit: Unit, root: Path, tally: Tally) -> Iterator[Record]:
+    def records(self, unit: Unit, root: Path, folder: Path, tally: Tally) -> Iterator[Record]:
         for file in unit.payload:
             yield from read_file(file, self.config, tally)
 
@@ -46,7 +73,7 @@ class Build:
 
     config: BuildConfig
     root: Path
-    progress: bool = True
+    pool: WorkerPool
     results: list[StageResult] = dataclasses.field(default_factory=list)
     sections: dict[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -58,7 +85,13 @@ class Build:
         """What the next stage's output depends on."""
         return [[shard.path, shard.sha256] for shard in self.shards]
 
-    def run(self, stage: Stage, units: Sequence[Unit], inputs: Any) -> StageResult:
+    def run(
+        self,
+        stage: Stage,
+        units: Sequence[Unit],
+        inputs: Any,
+        prepare: Callable[[Path], object] | None = None,
+    ) -> StageResult:
         """Runs one stage and appends its result."""
         result = run_stage(
             stage,
@@ -66,17 +99,27 @@ class Build:
             root=self.root,
             folder=f"{len(self.results) + 1}-{stage.name}",
             inputs=inputs,
-            workers=self.config.processes,
+            pool=self.pool,
             shard_bytes=int(self.config.read.shard_mb * 1e6),
-            progress=self.progress,
+            prepare=prepare,
         )
         self.results.append(result)
         return result
 
-    def run_on_shards(self, stage: Stage) -> StageResult:
-        """Runs a stage that takes one shard per unit."""
-        units = [Unit(f"{i:05d}", shard.path) for i, shard in enumerate(self.shards)]
-        return self.run(stage, units, self.shard_digests())
+    def run_on_shards(
+        self, stage: Stage, *, inputs: Any = None, prepare: Callable[[Path], object] | None = None
+    ) -> StageResult:
+        """Runs a stage that takes one shard per unit: the payload is its path and where it
+        starts in the count of all documents."""
+        units, first = [], 0
+        for i, shard in enumerate(self.shards):
+            units.append(Unit(f"{i:05d}", (shard.path, first)))
+            first += shard.documents
+        return self.run(stage, units, [self.shard_digests(), inputs], prepare)
+
+    def stream(self) -> ShardStream:
+        """The documents of the last stage, as often as wanted."""
+        return ShardStream(self.root, self.shards)
 
 
 def run_build(config: BuildConfig, base: Path, *, progress: bool = True) -> Build:
@@ -91,12 +134,17 @@ def run_build(config: BuildConfig, base: Path, *, progress: bool = True) -> Buil
       ValueError: a source that is not there.
       BuildError: the disk is full or workers keep dying; the same call continues.
     """
-    build = Build(config, base / config.out, progress)
-    with clean_stop(build.root):
+    root = base / config.out
+    with clean_stop(root), WorkerPool(config.processes, progress=progress) as pool:
+        build = Build(config, root, pool)
         build.root.mkdir(parents=True, exist_ok=True)
         read_sources(build, base)
         if config.clean is not None:
             build.run_on_shards(CleanStage(config.clean))
+        if config.near_duplicates is not None:
+            drop_near_duplicates(build, base)
+        if config.quality is not None:
+            select_by_quality(build, base)
         write_manifest(build)
         write_report(build.root, build_report(config, build.results, build.sections))
     return build
@@ -108,11 +156,72 @@ def read_sources(build: Build, base: Path) -> StageResult:
     files = [file for source in build.config.source for file in find_files(source, base, found)]
     limit = int(build.config.read.shard_mb * 1e6)
     units = [Unit(f"{i:05d}", group) for i, group in enumerate(group_files(files, limit))]
-    # Times instead of contents: reading everything to find out whether to read it is no gain.
-    inputs = [[file.source, file.name, file.size, file.path.stat().st_mtime_ns, file.format,
-               file.text_field] for file in files]  # fmt: skip
-    result = build.run(ReadStage(build.config.read), units, inputs)
+    result = build.run(ReadStage(build.config.read), units, file_digests(files))
     result.tally.merge(found)
+    return result
+
+
+def file_digests(files: Sequence[InputFile]) -> list[list[Any]]:
+    """What a file's content is known by: name, size and time.
+
+    Not by a checksum: reading everything to find out whether to read it is no gain.
+    """
+    return [
+        [file.source, file.name, file.size, file.path.stat().st_mtime_ns, file.format,
+         file.text_field]
+        for file in files
+    ]  # fmt: skip
+
+
+def drop_near_duplicates(build: Build, base: Path) -> StageResult:
+    """Near duplicates within the corpus, and of the held-out sources."""
+    config = build.config.near_duplicates
+    assert config is not None
+    tally = Tally()
+    held_files = [f for source in build.config.held_out for f in find_files(source, base, tally)]
+    read = build.config.read
+    stream = build.stream()
+
+    def prepare(folder: Path) -> None:
+        held = [record for file in held_files for record in read_file(file, read, tally)]
+        if tally.faults:  # a benchmark that was not read would pass for one that is clean
+            raise BuildError(f"held-out text cannot all be read: {dict(tally.faults)}")
+        decide_near_duplicates(folder, stream, config, held=held, workers=build.config.processes)
+
+    result = build.run_on_shards(
+        NearDuplicateStage(config), inputs=file_digests(held_files), prepare=prepare
+    )
+    decisions = read_json(result.folder / "decisions.json")
+    build.sections["Near duplicates"] = decisions["counts"]
+    build.sections["Near duplicates: chance that a pair becomes a candidate"] = decisions["curve"]
+    return result
+
+
+def select_by_quality(build: Build, base: Path) -> StageResult:
+    """Scores every document, then drops by quantiles of each source."""
+    config, read = build.config.quality, build.config.read
+    assert config is not None
+    inputs: list[Any] = []
+    prepare = model_file = None
+    if config.perplexity is not None:
+        reference = SourceConfig("reference", config.perplexity.reference)
+        files = find_files(reference, base, Tally())
+        inputs += file_digests(files)
+        texts = (record.text for file in files for record in read_file(file, read, Tally()))
+        prepare = functools.partial(prepare_model, texts=texts, config=config.perplexity)
+    if config.classifier is not None:
+        model_file = base / config.classifier.model
+        QualityClassifier.load(model_file)  # a clear error now, not in a worker
+        inputs.append(hashlib.sha256(model_file.read_bytes()).hexdigest())
+    stage = ScoreStage(config, str(model_file) if model_file else None)
+    build.run_on_shards(stage, inputs=inputs, prepare=prepare)
+    stream = build.stream()
+    result = build.run_on_shards(
+        SelectStage(config),
+        prepare=functools.partial(prepare_thresholds, records=stream, config=config),
+    )
+    found = read_json(result.folder / THRESHOLDS)
+    build.sections["Quality scores: quantiles"] = found["quantiles"]
     return result
 
 

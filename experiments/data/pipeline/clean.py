@@ -222,7 +222,7 @@ def _redact(record: Record, config: PersonalConfig | None, tally: Tally) -> Reco
 
 @dataclasses.dataclass(frozen=True)
 class CleanStage:
-    """``clean_documents`` over shards; a unit's payload is the path of one."""
+    """``clean_documents`` over shards."""
 
     config: CleanConfig
     name: ClassVar[str] = "clean"
@@ -232,5 +232,5 @@ class CleanStage:
     def settings(self) -> CleanConfig:
         return self.config
 
-    def records(self, unit: Unit, root: Path, tally: Tally) -> Iterator[Record]:
-        yield from clean_documents(read_records(root / unit.payload), self.config, tally)
+    def records(self, unit: Unit, root: Path, folder: Path, tally: Tally) -> Iterator[Record]:
+        yield from clean_documents(read_records(root / unit.payload[0]), self.config, tally)

@@ -8,7 +8,9 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from experiments.data.near_duplicates import NearDuplicateConfig
 from experiments.data.pipeline.clean import CleanConfig
+from experiments.data.pipeline.quality import QualityConfig
 from experiments.data.pipeline.readers import ReadConfig, SourceConfig
 from experiments.data.pipeline.tables import ConfigError, from_table
 
@@ -24,6 +26,9 @@ class BuildConfig:
       workers: processes; by default one per core. The output does not depend on it.
       read: how files become documents.
       clean: repair, rules, language, toxicity, personal data.
+      near_duplicates: drops all but one of each cluster of similar documents.
+      held_out: text (``[[held_out]]``, as sources) that no document may resemble.
+      quality: scores by perplexity and classifier, thresholds by quantile.
     """
 
     out: str
@@ -32,6 +37,9 @@ class BuildConfig:
     workers: int | None = None
     read: ReadConfig = dataclasses.field(default_factory=ReadConfig)
     clean: CleanConfig | None = None
+    near_duplicates: NearDuplicateConfig | None = None
+    held_out: tuple[SourceConfig, ...] = ()
+    quality: QualityConfig | None = None
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:
@@ -43,6 +51,8 @@ class BuildConfig:
             raise ValueError("at least one [[source]] is needed")
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"source names must be unique, got {', '.join(twice)} twice")
+        if self.held_out and self.near_duplicates is None:
+            raise ValueError("[[held_out]] needs [near_duplicates], which says what resembles")
         _check_sources(self, set(names), where="")
 
     @property

@@ -7,7 +7,7 @@ import dataclasses
 import hashlib
 import heapq
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,18 @@ def read_records(path: Path) -> Iterator[Record]:
     """The records of a shard, with their notes."""
     for row in read_shard_rows(path):
         yield Record(row["id"], row["source"], row["text"], row.get("notes", {}))
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardStream:
+    """The records of shards in order; iterate as often as wanted, nothing is held in memory."""
+
+    root: Path
+    shards: Sequence[Any]
+
+    def __iter__(self) -> Iterator[Record]:
+        for shard in self.shards:
+            yield from read_records(self.root / shard.path)
 
 
 @dataclasses.dataclass

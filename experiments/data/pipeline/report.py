@@ -173,7 +173,8 @@ def _section(value: Any) -> str:
         return table([{"": key, "value": item} for key, item in value.items()])
     if isinstance(value, list):
         return table(value)
-    return f"<p>{html.escape(str(value))}</p>"
+    tag = "pre" if "\n" in str(value) else "p"
+    return f"<{tag}>{html.escape(str(value))}</{tag}>"
 
 
 def table(rows: list[dict[str, Any]]) -> str:

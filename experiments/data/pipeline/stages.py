@@ -71,8 +71,8 @@ class Stage(Protocol):
     @property
     def settings(self) -> Any: ...
 
-    def records(self, unit: Unit, root: Path, tally: Tally) -> Iterator[Record]:
-        """The output of one unit, grouped by source."""
+    def records(self, unit: Unit, root: Path, folder: Path, tally: Tally) -> Iterator[Record]:
+        """The output of one unit, grouped by source; ``folder`` is the stage's own."""
         ...
 
 
@@ -131,9 +131,9 @@ def run_stage(
     root: Path,
     folder: str,
     inputs: Any,
-    workers: int = 1,
+    pool: WorkerPool | None = None,
     shard_bytes: int = 16_000_000,
-    progress: bool = False,
+    prepare: Callable[[Path], object] | None = None,
 ) -> StageResult:
     """Runs what is not done yet of a stage and returns all of its output.
 
@@ -142,9 +142,10 @@ def run_stage(
       units: in the order of the output.
       root: the build's folder; ``folder`` is the stage's own, below it.
       inputs: JSON value that changes with the input, such as the checksums of shards.
-      workers: processes; 1 runs in this one.
+      pool: of processes; None runs in this one.
       shard_bytes: text per output shard.
-      progress: shows a bar with the time left.
+      prepare: called with the stage's folder before the units of an unfinished stage; writes
+        what they all need (a model, decisions) and does nothing when it is there already.
 
     Raises:
       BuildError: the disk is full, or workers keep dying.
@@ -154,10 +155,12 @@ def run_stage(
     place = root / folder
     with clean_stop(place):
         cached = open_folder(place, fingerprint)
+        if prepare is not None and not cached:
+            prepare(place)
         left = [unit for unit in units if not (place / f"{unit.key}.json").is_file()]
         if left:
             task = _Task(stage, root, folder, shard_bytes)
-            run_units(task, left, workers=workers, label=stage.name, progress=progress)
+            (pool or WorkerPool()).run(task, left, label=stage.name)
         shards: list[Shard] = []
         tally = Tally()
         cpu = 0.0
@@ -201,7 +204,7 @@ class _Task:
     def __call__(self, unit: Unit) -> None:
         start = time.process_time()
         tally = Tally()
-        records = self.stage.records(unit, self.root, tally)
+        records = self.stage.records(unit, self.root, self.root / self.folder, tally)
         shards = [
             dataclasses.asdict(shard)
             for shard in write_shards(
@@ -243,62 +246,91 @@ def write_shards(
         part += 1
 
 
-def run_units(
-    task: Callable[[Unit], Any],
-    units: Sequence[Unit],
-    *,
-    workers: int,
-    label: str,
-    progress: bool = False,
-) -> dict[str, Any]:
-    """Runs a picklable function over units; returns key -> what it returned.
+class WorkerPool:
+    """Processes that serve every stage of a build; started at the first need.
 
-    A worker that dies (killed, out of memory) takes its pool with it: the units that were not
-    finished run again in a new pool.
+    A worker that dies (killed, out of memory) takes the pool with it: the units that were not
+    finished run again in a new one, a few times. With one worker, or one unit, all runs in
+    this process.
+
+    Args:
+      workers: processes.
+      progress: shows a bar with the time left.
     """
-    results: dict[str, Any] = {}
-    with tqdm(total=len(units), desc=label, unit="shard", disable=not progress) as bar:
-        if min(workers, len(units)) <= 1:
-            for unit in units:
-                results[unit.key] = task(unit)
-                bar.update()
-            return results
-        for attempt in range(POOL_RETRIES + 1):
-            left = [unit for unit in units if unit.key not in results]
-            try:
-                _run_pool(task, left, workers, results, bar)
+
+    def __init__(self, workers: int = 1, *, progress: bool = False) -> None:
+        if workers < 1:
+            raise ValueError(f"workers must be at least 1, got {workers}")
+        self.workers = workers
+        self._progress = progress
+        self._executor: concurrent.futures.ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends the processes; what they have not started is not done."""
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+            self._executor = None
+
+    def run(
+        self, task: Callable[[Unit], Any], units: Sequence[Unit], *, label: str
+    ) -> dict[str, Any]:
+        """Runs a picklable function over units; returns key -> what it returned.
+
+        Raises:
+          BuildError: workers keep dying.
+        """
+        results: dict[str, Any] = {}
+        with tqdm(total=len(units), desc=label, unit="shard", disable=not self._progress) as bar:
+            if min(self.workers, len(units)) <= 1:
+                for unit in units:
+                    results[unit.key] = task(unit)
+                    bar.update()
                 return results
-            except BrokenProcessPool:
-                lost = sum(unit.key not in results for unit in units)
-                logger.warning(
-                    "%s: a worker died; %d of %d shards are not done, run %d of %d starts",
-                    label, lost, len(units), attempt + 2, POOL_RETRIES + 1,
-                )  # fmt: skip
-    raise BuildError(
-        f"{label}: workers died {POOL_RETRIES + 1} times (out of memory?): use fewer workers or a "
-        "smaller shard_mb, then run the same command to continue"
-    )
+            for attempt in range(POOL_RETRIES + 1):
+                left = [unit for unit in units if unit.key not in results]
+                try:
+                    self._run(task, left, results, bar)
+                    return results
+                except BrokenProcessPool:
+                    self.close()
+                    lost = sum(unit.key not in results for unit in units)
+                    logger.warning(
+                        "%s: a worker died; %d of %d shards are not done, run %d of %d starts",
+                        label, lost, len(units), attempt + 2, POOL_RETRIES + 1,
+                    )  # fmt: skip
+        raise BuildError(
+            f"{label}: workers died {POOL_RETRIES + 1} times (out of memory?): use fewer workers "
+            "or a smaller shard_mb, then run the same command to continue"
+        )
 
-
-def _run_pool(
-    task: Callable[[Unit], Any],
-    units: Sequence[Unit],
-    workers: int,
-    results: dict[str, Any],
-    bar: tqdm,  # type: ignore[type-arg]
-) -> None:
-    # spawn: the parent may hold threads of the tokenizer or of JAX, which fork would copy dead.
-    context = multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(
-        min(workers, len(units)), context, initializer=end_with_parent
-    ) as pool:
-        jobs = {pool.submit(task, unit): unit.key for unit in units}
+    def _run(
+        self,
+        task: Callable[[Unit], Any],
+        units: Sequence[Unit],
+        results: dict[str, Any],
+        bar: tqdm,  # type: ignore[type-arg]
+    ) -> None:
+        if self._executor is None:
+            # spawn: the parent may hold threads of the tokenizer or of JAX, which fork copies dead.
+            context = multiprocessing.get_context("spawn")
+            self._executor = concurrent.futures.ProcessPoolExecutor(
+                self.workers, context, initializer=end_with_parent
+            )
+        jobs = {self._executor.submit(task, unit): unit.key for unit in units}
         try:
             for job in concurrent.futures.as_completed(jobs):
                 results[jobs[job]] = job.result()
                 bar.update()
+        except BrokenProcessPool:
+            raise
         except BaseException:
-            pool.shutdown(cancel_futures=True)
+            self.close()
             raise
 
 
