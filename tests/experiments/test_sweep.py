@@ -279,6 +279,7 @@ def test_standing_counts_work_under_way(tmp_path, dataset):
     assert (now.points_done, now.points) == (0, 2)
     assert now.work_done == pytest.approx(0.5, abs=0.02)
     assert now.flops_done == pytest.approx(point.flops / 2, rel=0.02)
+    assert now.left == pytest.approx((0.5, 1.0), abs=0.02)  # the one under way first
 
 
 # ---- the command -----------------------------------------------------------------------------
