@@ -8,14 +8,22 @@ on the tile instead of repeating the chain rule by hand.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from pallas_flash.call import AttentionCall
 from pallas_flash.mask import Mask
-from pallas_flash.mods import Mod
+
+
+class Settings(Protocol):
+    """What the logits need of an `AttentionCall`."""
+
+    @property
+    def mask(self) -> Mask: ...
+
+    @property
+    def soft_cap(self) -> float | None: ...
 
 
 class Terms(NamedTuple):
@@ -23,7 +31,7 @@ class Terms(NamedTuple):
 
     bias: Float[Array, "#B #N #q #k"] | None = None
     alibi_slopes: Float[Array, "N 1 1"] | None = None
-    score_mod: Mod | None = None
+    score_mod: Any = None  # a `Mod`, or what stands for one in a kernel: it has `on_tile`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +85,7 @@ def logits(
     scores: Float[Array, "B N q k"],
     terms: Terms,
     seen: Bool[Array, "#B #N q k"],
-    call: AttentionCall,
+    call: Settings,
     tile: Tile,
 ) -> tuple[Float[Array, "B N q k"], Bool[Array, "#B #N q k"]]:
     """Logits of a tile, and which of its elements count.

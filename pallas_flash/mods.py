@@ -8,12 +8,12 @@ static, the arrays it captured are leaves of a pytree.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, Literal, jaxpr_as_fun
 from jaxtyping import Array
 
 INDICES = (jnp.int32,) * 4  # b, n, q_index, k_index
@@ -25,7 +25,7 @@ class Mod:
     """A traced scalar function with its captured arrays as leaves.
 
     Attributes:
-      jaxpr: the traced function of scalars, static.
+      jaxpr: the traced function of (*captured, *scalars), static; it holds no arrays.
       captured: the arrays that the user function closed over; differentiable leaves.
     """
 
@@ -48,11 +48,12 @@ class Mod:
         if len(results) != 1 or results[0].shape or not jnp.issubdtype(results[0].dtype, accepted):
             kind = "boolean" if name == "mask_mod" else "floating"
             raise TypeError(f"{name} must return one {kind} scalar, got {results}")
-        return cls(closed.jaxpr, tuple(jnp.asarray(const) for const in closed.consts))
+        jaxpr, captured = _hoist(closed)
+        return cls(jaxpr, tuple(jnp.asarray(const) for const in captured))
 
     def __call__(self, *scalars: Array) -> Array:
         """Apply to scalars; vmap over it for tiles."""
-        (result,) = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, list(self.captured)))(*scalars)
+        (result,) = jaxpr_as_fun(ClosedJaxpr(self.jaxpr, ()))(*self.captured, *scalars)
         return result
 
     @property
@@ -83,10 +84,41 @@ class Mod:
         """
         rank = max(jnp.ndim(array) for array in arrays)
         # Traced for these dtypes; with 64-bit types on, indices arrive as int64.
-        dtypes = [variable.aval.dtype for variable in self.jaxpr.invars]
+        scalars = self.jaxpr.invars[len(self.captured) :]
+        dtypes = [variable.aval.dtype for variable in scalars]
         arrays = tuple(jnp.asarray(a, dtype) for a, dtype in zip(arrays, dtypes, strict=True))
         arrays = tuple(jnp.reshape(a, (1,) * (rank - jnp.ndim(a)) + jnp.shape(a)) for a in arrays)
         return _map_axes(self, arrays)
+
+
+def _hoist(closed: ClosedJaxpr) -> tuple[Jaxpr, list[Any]]:
+    """Run what depends on captured arrays alone now, once, instead of in every tile.
+
+    Its results are captured in place of what they were computed from, and JAX differentiates that
+    step: a kernel is left with arrays that are indexed.
+    """
+    jaxpr = closed.jaxpr
+    known: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    rest = []
+    for eqn in jaxpr.eqns:
+        variables = [atom for atom in eqn.invars if not isinstance(atom, Literal)]
+        if variables and all(variable in known for variable in variables) and not eqn.effects:
+            known.update(zip(eqn.outvars, run_equation(eqn, known, jaxpr), strict=True))
+        else:
+            rest.append(eqn)
+    used = [*jaxpr.outvars, *(atom for eqn in rest for atom in eqn.invars)]
+    used = dict.fromkeys(atom for atom in used if not isinstance(atom, Literal))
+    captured = [variable for variable in used if variable in known]
+    inputs = [*captured, *jaxpr.invars]
+    left = Jaxpr((), inputs, jaxpr.outvars, rest, debug_info=jaxpr.debug_info)
+    return left, [known[variable] for variable in captured]
+
+
+def run_equation(eqn: Any, values: Mapping[Any, Any], jaxpr: Any) -> list[Any]:
+    """Run one equation of a jaxpr, with derivatives of its own where it has them."""
+    variables = list(dict.fromkeys(a for a in eqn.invars if not isinstance(a, Literal)))
+    step = Jaxpr((), variables, eqn.outvars, [eqn], debug_info=jaxpr.debug_info)
+    return jaxpr_as_fun(ClosedJaxpr(step, ()))(*(values[variable] for variable in variables))
 
 
 def _map_axes(function: Callable[..., Array], arrays: tuple[Array, ...]) -> Array:

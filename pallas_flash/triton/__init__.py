@@ -4,8 +4,8 @@ For Ampere and Ada GPUs, and for the Pallas interpreter: where there is no GPU t
 kernels run interpreted, so that a CPU can test them. JAX deprecates this lowering; nothing outside
 this folder depends on it.
 
-It serves causal, window and length masks, dense masks and additive biases (with gradients), any
-T, S and head dims, grouped heads, in bfloat16, float16 and true float32.
+It serves every argument of `dot_product_attention` with its gradient, any T and S, head dims up to
+256 and grouped heads, in bfloat16, float16 and true float32. `unsupported` names what is left.
 """
 
 from pallas_flash.triton.attention import NAME, attention, backward, forward, unsupported

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float
 
 from pallas_flash import vjp
-from pallas_flash.call import AttentionCall, Gradients, beyond_foundation
-from pallas_flash.triton.backward import key_value_gradients, prepare, query_gradient
+from pallas_flash.call import AttentionCall, Gradients
+from pallas_flash.triton.backward import (
+    RowGradients,
+    key_value_gradients,
+    prepare,
+    query_gradient,
+    sink_gradient,
+)
 from pallas_flash.triton.forward import forward as query_tiles
-from pallas_flash.triton.problem import split_call
+from pallas_flash.triton.mods import split
+from pallas_flash.triton.problem import real_queries, split_call
 from pallas_flash.triton.tile_sizes import TileSizes, default_tile_sizes
+from pallas_flash.triton.walk import Untraceable
 
 NAME = "triton"
 DTYPES = ("bfloat16", "float16", "float32")
@@ -65,29 +73,57 @@ class Kernels:
         wanted: frozenset[str],
     ) -> Gradients:
         problem, operands = split_call(call, self.interpret)
-        saved = prepare(out, lse, dout, dlse)
-        tiles = self.sizes(call)
-        dquery = dkey = dvalue = dbias = None
-        ds = _ds_axes(call) if "bias" in wanted else None
-        if "query" in wanted or ds in ("full", "rows"):
-            kept = ds if ds in ("full", "rows") else None
-            dquery, dbias = query_gradient(problem, operands, saved, tiles.dq, kept)
+        saved = prepare(out, lse, dout, dlse, real_queries(problem, operands))
+        tiles, ds = self.sizes(call), _ds_axes(call) if "bias" in wanted else None
+        found: dict[str, Any] = {}
+        rows = frozenset(
+            part
+            for part, asked in {
+                "ds_full": ds == "full",
+                "ds_rows": ds == "rows",
+                "slopes": "alibi_slopes" in wanted,
+                "scale": "traced_scale" in wanted,
+                "tables": "score_mod" in wanted,
+            }.items()
+            if asked
+        )
+        if rows or "query" in wanted:
+            found["query"], row = query_gradient(problem, operands, saved, tiles.dq, rows)
+            found |= _from_rows(call, row)
         if wanted & {"key", "value"} or ds == "keys":
-            dkey, dvalue, by_key = key_value_gradients(
+            found["key"], found["value"], by_key = key_value_gradients(
                 problem, operands, saved, tiles.dkv, with_ds=ds == "keys"
             )
-            dbias = by_key if ds == "keys" else dbias
-        if dbias is not None:
-            dbias = _sum_like(dbias, ds, call.bias)
-        return Gradients(query=dquery, key=dkey, value=dvalue, bias=dbias)
+            if by_key is not None:
+                found["bias"] = _sum_like(by_key[:, :, None, :], call.bias)
+        if call.sinks is not None and "sinks" in wanted:
+            found["sinks"] = sink_gradient(call.sinks, lse, saved)
+        return Gradients(**found)
+
+
+def _from_rows(call: AttentionCall, rows: RowGradients) -> dict[str, Any]:
+    """What the first backward kernel made, summed to the shapes of the operands."""
+    found: dict[str, Any] = {}
+    if rows.ds_full is not None:
+        found["bias"] = _sum_like(rows.ds_full, call.bias)
+    if rows.ds_rows is not None:
+        found["bias"] = _sum_like(rows.ds_rows[:, :, :, None], call.bias)
+    if rows.slopes is not None:
+        found["alibi_slopes"] = jnp.sum(rows.slopes, axis=(0, 2))
+    if rows.scale is not None:
+        found["traced_scale"] = jnp.sum(rows.scale)
+    if rows.tables and call.score_mod is not None:
+        captured = enumerate(call.score_mod.captured)
+        found["score_mod"] = tuple(
+            rows.tables[i].reshape(x.shape).astype(x.dtype) if i in rows.tables else None
+            for i, x in captured
+        )
+    return found
 
 
 def unsupported(call: AttentionCall, platform: str) -> str | None:
     """Why these kernels cannot serve the call, naming the argument; None when they can."""
     sizes = call.sizes
-    argument = beyond_foundation(call)
-    if argument is not None:
-        return f"the Triton kernels do not serve {argument}; 'xla' does"
     if call.query.dtype.name not in DTYPES:
         return (
             f"query has dtype {call.query.dtype.name}, the Triton kernels take "
@@ -102,6 +138,31 @@ def unsupported(call: AttentionCall, platform: str) -> str | None:
         return f"the Triton kernels are for NVIDIA GPUs, not for platform {platform!r}; use 'xla'"
     if call.bias is not None and call.bias.dtype.name not in DTYPES:
         return f"bias has dtype {call.bias.dtype.name}, the Triton kernels take {', '.join(DTYPES)}"
+    if call.mask.dense is not None and 2**31 < call.mask.dense.size <= 2**32:
+        # The lowering counts such an array's elements in 32 bits.
+        return f"mask has {call.mask.dense.size} elements; 'xla' takes it, or a mask_mod does"
+    return _unsupported_functions(call)
+
+
+def _unsupported_functions(call: AttentionCall) -> str | None:
+    for name, mod in (("score_mod", call.score_mod), ("mask_mod", call.mask.mask_mod)):
+        if mod is None:
+            continue
+        for table in mod.captured:
+            if table.dtype.itemsize > 4 or table.size == 0:
+                return (
+                    f"{name} captures an array of dtype {table.dtype.name} and shape "
+                    f"{table.shape}; the Triton kernels take elements of at most 32 bits, 'xla' any"
+                )
+        try:
+            parts = split(mod)
+        except Untraceable as reason:
+            return f"{name} {reason}; 'xla' and 'reference' can"
+        if call.deterministic and parts.partials is not None and parts.tables_with_gradients:
+            return (
+                "deterministic=True with a score_mod that captures floating arrays: the Triton "
+                "kernels add up their gradients atomically, in any order; 'xla' in a fixed one"
+            )
     return None
 
 
@@ -115,13 +176,9 @@ def _ds_axes(call: AttentionCall) -> Literal["full", "rows", "keys"] | None:
     return "keys" if rows == 1 else "full"
 
 
-def _sum_like(ds: Array, axes: str | None, bias: Array | None) -> Array:
-    """dS, already summed to the given axes, summed over the others that the bias lacks."""
+def _sum_like(ds: Array, bias: Array | None) -> Array:
+    """dS, perhaps summed over an axis already, summed over the axes that the bias lacks."""
     assert bias is not None
-    if axes == "rows":
-        ds = ds[:, :, :, None]
-    elif axes == "keys":
-        ds = ds[:, :, None, :]
     lacking = tuple(axis for axis in range(4) if bias.shape[axis] == 1 and ds.shape[axis] != 1)
     return jnp.sum(ds, axis=lacking, keepdims=True).astype(bias.dtype)
 

@@ -15,9 +15,12 @@ time, at the price of computing S and dP twice (7 products instead of 5):
            and over their query tiles, on transposed tiles (keys, queries), so that P^T and dS^T
            are already laid out as the left operands of the products that follow
 
-A bias's gradient is dS, summed over the axes along which it was broadcast: the sum over keys is
-taken in the first kernel and the sum over queries in the second, so that only a bias that is itself
-(T, S) takes memory of that size.
+Where logits are more than products, dS is the cotangent of the logits and `tile_logits` takes it
+back to that of the scaled products, which goes on in its place. Dropout multiplies P beside dO and
+dP by the same factor. The bias's gradient is dS, summed over the axes along which it was broadcast:
+the sum over keys is taken in the first kernel and the sum over queries in the second, so that only
+a bias that is itself (T, S) takes memory of that size. The first kernel also takes the gradients of
+what enters by row: the slopes, the scale and what `score_mod` captured.
 
 A fully masked row has LSE -inf. It is passed on as +inf, which makes its P exactly 0.
 """
@@ -25,7 +28,7 @@ A fully masked row has LSE -inf. It is passed on as +inf, which makes its P exac
 from __future__ import annotations
 
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,22 +36,26 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from pallas_flash.triton import problem as blocks
-from pallas_flash.triton.problem import LOG2_E, Operands, Problem
+from pallas_flash.mask import Bounds
+from pallas_flash.triton import blocks
+from pallas_flash.triton.forward import key_tiles
+from pallas_flash.triton.mods import add_to_tables
+from pallas_flash.triton.problem import LOG2_E, Operands, Problem, with_visits
 from pallas_flash.triton.tile import (
-    Logits,
+    TileList,
     dot,
     exponential,
+    load_key_rows,
     load_lengths,
+    load_query_rows,
     load_rows,
     load_vector,
     loop_tiles,
     store_rows,
     store_vector,
 )
+from pallas_flash.triton.tile_logits import Logits
 from pallas_flash.triton.tile_sizes import Tile, padded_head_dim
-
-DsOutput = Literal["full", "rows"]
 
 
 class Saved(NamedTuple):
@@ -59,111 +66,175 @@ class Saved(NamedTuple):
     delta: Any  # (B, N, T), float32: D above, 0 for a fully masked row
 
 
-def prepare(out: jax.Array, lse: jax.Array, dout: jax.Array, dlse: jax.Array | None) -> Saved:
-    """The row statistics, in XLA: one pass over the output and its cotangent."""
+def prepare(
+    out: jax.Array,
+    lse: jax.Array,
+    dout: jax.Array,
+    dlse: jax.Array | None,
+    real: jax.Array | None = None,
+) -> Saved:
+    """The row statistics, in XLA: one pass over the output and its cotangent.
+
+    Args:
+      real: (B, T), False for queries behind a length or in padding; None when all are real.
+    """
     delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
+    if real is not None:
+        # dO may be NaN there, and 0 * NaN would pass it on.
+        delta = jnp.where(real[:, :, None], delta, 0.0)
     delta = delta.transpose(0, 2, 1)
     if dlse is not None:
         delta -= dlse
     unseen = lse == -jnp.inf
-    # dO may be NaN behind a sequence's end, and 0 * NaN would pass it on.
     delta = jnp.where(unseen, 0.0, delta)
     return Saved(dout.astype(out.dtype), jnp.where(unseen, jnp.inf, lse * LOG2_E), delta)
+
+
+def sink_gradient(sinks: jax.Array, lse: jax.Array, saved: Saved) -> jax.Array:
+    """A sink is a logit without a value: dP is 0, hence its gradient -sum of P D. float32 (N,)."""
+    p = jnp.exp2(sinks.astype(jnp.float32)[:, None] * LOG2_E - saved.lse2)
+    return -jnp.sum(jnp.where(lse == -jnp.inf, 0.0, p * saved.delta), axis=(0, 2))
 
 
 # ---- dQ -----------------------------------------------------------------------------------------
 
 
-def query_gradient(
-    problem: Problem, operands: Operands, saved: Saved, tile: Tile, ds: DsOutput | None = None
-) -> tuple[jax.Array, jax.Array | None]:
-    """dQ, and dS in full ("full", (B, N, T, S)) or summed over keys ("rows", (B, N, T)).
+class RowGradients(NamedTuple):
+    """What the first kernel makes beside dQ, float32; None where not asked for."""
 
-    Both are float32 but dQ, which is of the query's dtype.
-    """
-    sizes = problem.sizes
+    ds_rows: Any = None  # (B, N, T): dS summed over keys
+    ds_full: Any = None  # (B, N, T, S)
+    slopes: Any = None  # (B, N, T): the slope's gradient by query
+    scale: Any = None  # (B, N, T): the scale's gradient by query
+    tables: Any = None  # {captured array's number: its gradient}
+
+
+def query_gradient(
+    problem: Problem,
+    operands: Operands,
+    saved: Saved,
+    tile: Tile,
+    wanted: frozenset[str] = frozenset(),
+) -> tuple[jax.Array, RowGradients]:
+    """dQ in the query's dtype, and the `RowGradients` whose names are wanted."""
+    sizes, operands = problem.sizes, with_visits(problem, operands, tile)
     vector = blocks.query_vector(problem, tile)
-    inputs: tuple[Any, ...] = (operands, saved)
-    specs: tuple[Any, ...] = (
-        blocks.query_tile_specs(problem, operands, tile),
-        Saved(blocks.query_rows(problem, tile, sizes.Hv), vector, vector),
-    )
     outputs = {
         "dq": (
             jax.ShapeDtypeStruct.like(operands.query),
             blocks.query_rows(problem, tile, sizes.H),
         )
     }
-    aliases = {}
-    if ds == "rows":
-        outputs["ds_rows"] = (_float32(sizes.B, sizes.N, sizes.T), vector)
-    elif ds == "full":
-        # Tiles that are skipped are not written, so dS starts as zeros.
-        shape, spec = (
+    for name in ("ds_rows", "slopes", "scale"):
+        if name in wanted:
+            outputs[name] = (_float32(sizes.B, sizes.N, sizes.T), vector)
+    # Not every element of these is written, or one is added to many times: they start as zeros.
+    zeros = {}
+    if "ds_full" in wanted:
+        zeros["ds_full"] = (
             _float32(sizes.B, sizes.N, sizes.T, sizes.S),
             blocks.logit_rows(problem, tile),
         )
-        aliases = {len(jax.tree.leaves(inputs)): len(outputs)}
-        inputs, specs = (*inputs, jnp.zeros_like(shape)), (*specs, spec)
-        outputs["ds_full"] = (shape, spec)
+    tables = ()
+    if problem.score_mod is not None and "tables" in wanted:
+        tables = problem.score_mod.tables_with_gradients
+    for table in tables:
+        shape = operands.score_tables[table].shape
+        zeros[f"table{table}"] = (_float32(*shape), blocks.everything(shape))
+    inputs = (operands, saved, {name: jnp.zeros_like(shape) for name, (shape, _) in zeros.items()})
     results = blocks.launch(
         functools.partial(_dq_kernel, problem=problem, tile=tile),
         *inputs,
-        specs=specs,
-        outputs=outputs,
+        specs=(
+            blocks.query_tile_specs(problem, operands, tile),
+            Saved(blocks.query_rows(problem, tile, sizes.Hv), vector, vector),
+            {name: spec for name, (_, spec) in zeros.items()},
+        ),
+        outputs=outputs | zeros,
         grid=blocks.query_grid(problem, tile),
         tile=tile,
         name="flash_dq",
         interpret=problem.interpret,
-        aliases=aliases,
+        zeros=tuple(zeros),
     )
-    return results["dq"], results.get(f"ds_{ds}")
+    found = RowGradients(
+        *(results.get(name) for name in RowGradients._fields[:-1]),
+        tables={table: results[f"table{table}"] for table in tables},
+    )
+    return results["dq"], found
 
 
-def _dq_kernel(refs: Operands, saved: Saved, *rest: Any, problem: Problem, tile: Tile) -> None:
-    outputs = rest[-1]  # the zeros that a full dS starts from come first, if there are any
-    sizes, mask, c = problem.sizes, problem.mask, problem.exponent_scale
-    q_start = blocks.query_tile_index(problem, tile, pl.program_id(0)) * tile.query
-    q_length, kv_length = load_lengths(problem, refs, pl.program_id(2))
-    logits = Logits(problem, tile, refs, q_length, kv_length)
+def _dq_kernel(
+    refs: Operands, saved: Saved, zeros: Any, outputs: dict[str, Any], *, problem: Problem,
+    tile: Tile,
+) -> None:  # fmt: skip
+    del zeros  # the same memory as the outputs that start from them
+    sizes, c = problem.sizes, problem.exponent_scale
+    own = blocks.query_tile_index(problem, tile, pl.program_id(0))
+    q_start, head, batch = own * tile.query, pl.program_id(1), pl.program_id(2)
+    q_length, kv_length = load_lengths(problem, refs, batch)
+    logits = Logits(problem, tile, refs, batch, head, q_length, kv_length)
     edges = problem.edges(tile)
     exp2 = exponential(problem)
+    tables = {int(name[5:]): ref for name, ref in outputs.items() if name.startswith("table")}
+    beside = {"alibi_slopes": "slopes" in outputs, "score_mod": bool(tables)}
+    by = frozenset(name for name, wanted in beside.items() if wanted)
 
-    below = q_length - q_start if edges else None
-    q = load_rows(refs.query, 0, tile.query, sizes.H, rows_below=below)
-    do = load_rows(saved.dout, 0, tile.query, sizes.Hv, rows_below=below)
-    lse2 = load_vector(saved.lse2.at[:], 0, below=below, other=jnp.inf)[:, None]
-    delta = load_vector(saved.delta.at[:], 0, below=below, other=0.0)[:, None]
+    queries = load_query_rows(refs, q_start, 0, tile.query, q_length if edges else None)
+    q = load_rows(refs.query, 0, tile.query, sizes.H, keep=queries.keep)
+    do = load_rows(saved.dout, 0, tile.query, sizes.Hv, keep=queries.keep)
+    lse2 = load_vector(saved.lse2.at[:], keep=queries.keep, other=jnp.inf)[:, None]
+    delta = load_vector(saved.delta.at[:], keep=queries.keep, other=0.0)[:, None]
 
     def visit(j, carry, masked: bool):
-        dq, ds_rows = carry
+        dq, sums = carry
         k_start = j * tile.key
-        rows_below = kv_length if masked and edges else None
-        k = load_rows(refs.key, k_start, tile.key, sizes.H, rows_below=rows_below)
-        v = load_rows(refs.value, k_start, tile.key, sizes.Hv, rows_below=rows_below)
-        p = exp2(c * logits(q, k, q_start, k_start, masked=masked) - lse2)
-        ds = p * (dot(do, v, transpose_b=True) - delta)
+        below = kv_length if masked and edges else None
+        keys = load_key_rows(refs, k_start, k_start, tile.key, below)
+        k = load_rows(refs.key, k_start, tile.key, sizes.H, keep=keys.keep)
+        v = load_rows(refs.value, k_start, tile.key, sizes.Hv, keep=keys.keep)
+        chain = logits.chain(q, k, queries, keys, masked=masked, by=by)
+        p = exp2(c * chain.logits - lse2)
+        dp = dot(do, v, transpose_b=True)
+        if problem.dropout_rate:
+            dp = jnp.where(logits.keep(queries, keys), dp / (1 - problem.dropout_rate), 0)
+        back = chain.pull_back(p * (dp - delta))
+        ds = back.scores
         if "ds_full" in outputs:
             _store_logits(outputs["ds_full"], ds, q_start, k_start, problem, masked)
-        if ds_rows is not None:
-            ds_rows += jnp.sum(ds, axis=1)
-        return dq + dot(ds.astype(k.dtype), k), ds_rows
+        if problem.score_mod is not None and tables:
+            add_to_tables(
+                problem.score_mod, tables, chain.places, back.lookups, interpret=problem.interpret
+            )
+        sums = dict(sums)
+        if "ds_rows" in sums:
+            sums["ds_rows"] += jnp.sum(ds, axis=1)
+        if "slopes" in sums:
+            assert back.slopes is not None
+            sums["slopes"] += back.slopes[:, 0]
+        return dq + dot(ds.astype(k.dtype), k), sums
 
-    bounds = mask.kv_bounds(q_start, tile.query, q_length=q_length, kv_length=kv_length)
-    dq, ds_rows = loop_tiles(
-        bounds.in_tiles(tile.key),
+    dq, sums = loop_tiles(
+        key_tiles(problem, refs, tile, own, q_length, kv_length),
         visit,
         (
             jnp.zeros((tile.query, padded_head_dim(sizes.H)), jnp.float32),
-            jnp.zeros((tile.query,), jnp.float32) if "ds_rows" in outputs else None,
+            {
+                name: jnp.zeros((tile.query,), jnp.float32)
+                for name in ("ds_rows", "slopes")
+                if name in outputs
+            },
         ),
-        before=mask.left is not None,
-        after=edges or mask.right is not None,
+        before=problem.mask.left is not None,
+        after=edges or problem.mask.right is not None,
     )
     below = sizes.T - q_start if edges else None
-    store_rows(outputs["dq"], problem.scale * dq, sizes.H, rows_below=below)
-    if ds_rows is not None:
-        store_vector(outputs["ds_rows"].at[:], ds_rows, below=below)
+    if "scale" in outputs:
+        # d logits / d scale = q k^T, so the sum over ds * q k^T is that over q * (ds k).
+        sums["scale"] = jnp.sum(q.astype(jnp.float32) * dq, axis=1)
+    store_rows(outputs["dq"], logits.scale * dq, sizes.H, below=below)
+    for name, values in sums.items():
+        store_vector(outputs[name].at[:], values, below=below)
 
 
 def _float32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -191,7 +262,7 @@ def key_value_gradients(
 
     The sums over a group's query heads are in float32.
     """
-    sizes = problem.sizes
+    sizes, operands = problem.sizes, with_visits(problem, operands, tile, by_key=True)
     vectors = blocks.group_vectors(problem, tile)
     outputs = {
         "dk": (jax.ShapeDtypeStruct.like(operands.key), blocks.key_rows(tile, sizes.H)),
@@ -222,18 +293,19 @@ def key_value_gradients(
 def _dkv_kernel(
     refs: Operands, saved: Saved, outputs: dict[str, Any], *, problem: Problem, tile: Tile
 ) -> None:
-    sizes, mask, c = problem.sizes, problem.mask, problem.exponent_scale
-    k_start = pl.program_id(0) * tile.key
-    q_length, kv_length = load_lengths(problem, refs, pl.program_id(2))
-    logits = Logits(problem, tile, refs, q_length, kv_length, keys_first=True)
+    sizes, c = problem.sizes, problem.exponent_scale
+    own, group, batch = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    k_start = own * tile.key
+    q_length, kv_length = load_lengths(problem, refs, batch)
+    logits = Logits(
+        problem, tile, refs, batch, group * sizes.G, q_length, kv_length, keys_first=True
+    )
     edges = problem.edges(tile)
     exp2 = exponential(problem)
 
-    below = kv_length - k_start if edges else None
-    k = load_rows(refs.key, 0, tile.key, sizes.H, rows_below=below)
-    v = load_rows(refs.value, 0, tile.key, sizes.Hv, rows_below=below)
-    bounds = mask.q_bounds(k_start, tile.key, q_length=q_length, kv_length=kv_length)
-    bounds = bounds.in_tiles(tile.query)
+    keys = load_key_rows(refs, k_start, 0, tile.key, kv_length if edges else None)
+    k = load_rows(refs.key, 0, tile.key, sizes.H, keep=keys.keep)
+    v = load_rows(refs.value, 0, tile.key, sizes.Hv, keep=keys.keep)
     stored = sizes.S - k_start if edges else None
 
     def visit(head, i, carry, masked: bool):
@@ -241,14 +313,22 @@ def _dkv_kernel(
         q_start = i * tile.query
         rows = pl.ds(q_start, tile.query)
         below = q_length if masked and edges else None
-        q = load_rows(refs.query, q_start, tile.query, sizes.H, rows_below=below, head=head)
-        do = load_rows(saved.dout, q_start, tile.query, sizes.Hv, rows_below=below, head=head)
-        lse2 = load_vector(saved.lse2.at[head, rows], q_start, below=below, other=jnp.inf)
-        delta = load_vector(saved.delta.at[head, rows], q_start, below=below, other=0.0)
-        s = logits(k, q, q_start, k_start, masked=masked, head=head)
-        p = exp2(c * s - lse2[None, :])
-        dv += dot(p.astype(do.dtype), do)
-        ds = p * (dot(v, do, transpose_b=True) - delta[None, :])
+        queries = load_query_rows(refs, q_start, q_start, tile.query, below)
+        keep = queries.keep
+        q = load_rows(refs.query, q_start, tile.query, sizes.H, keep=keep, head=head)
+        do = load_rows(saved.dout, q_start, tile.query, sizes.Hv, keep=keep, head=head)
+        lse2 = load_vector(saved.lse2.at[head, rows], keep=keep, other=jnp.inf)
+        delta = load_vector(saved.delta.at[head, rows], keep=keep, other=0.0)
+        chain = logits.chain(k, q, queries, keys, masked=masked, head=head, by=frozenset())
+        p = exp2(c * chain.logits - lse2[None, :])
+        dp = dot(v, do, transpose_b=True)
+        kept_p = p
+        if problem.dropout_rate:
+            kept = logits.keep(queries, keys, head)
+            factor = 1 / (1 - problem.dropout_rate)
+            kept_p, dp = jnp.where(kept, p * factor, 0), jnp.where(kept, dp * factor, 0)
+        dv += dot(kept_p.astype(do.dtype), do)
+        ds = chain.pull_back(p * (dp - delta[None, :])).scores
         dk += dot(ds.astype(q.dtype), q)
         if ds_keys is not None:
             ds_keys += jnp.sum(ds, axis=1)
@@ -257,11 +337,11 @@ def _dkv_kernel(
     def visit_head(head, carry):
         ds_keys = jnp.zeros((tile.key,), jnp.float32) if "ds_keys" in outputs else None
         dk, dv, ds_keys = loop_tiles(
-            bounds,
+            query_tiles(problem, refs, tile, own, q_length, kv_length),
             functools.partial(visit, head),
             (*carry, ds_keys),
-            before=mask.right is not None,
-            after=edges or mask.left is not None,
+            before=problem.mask.right is not None,
+            after=edges or problem.mask.left is not None,
         )
         if ds_keys is not None:
             store_vector(outputs["ds_keys"].at[head, :], ds_keys, below=stored)
@@ -275,5 +355,15 @@ def _dkv_kernel(
         dk, dv = visit_head(jnp.int32(0), carry)
     else:
         dk, dv = lax.fori_loop(jnp.int32(0), jnp.int32(sizes.G), visit_head, carry)
-    store_rows(outputs["dk"], problem.scale * dk, sizes.H, rows_below=stored)
-    store_rows(outputs["dv"], dv, sizes.Hv, rows_below=stored)
+    store_rows(outputs["dk"], logits.scale * dk, sizes.H, below=stored)
+    store_rows(outputs["dv"], dv, sizes.Hv, below=stored)
+
+
+def query_tiles(
+    problem: Problem, refs: Operands, tile: Tile, own: Any, q_length: Any, kv_length: Any
+) -> Bounds | TileList:
+    """The query tiles that the program of key tile `own` visits."""
+    if problem.has_lists:
+        return TileList.of(refs.visits, own)
+    bounds = problem.mask.q_bounds(own * tile.key, tile.key, q_length=q_length, kv_length=kv_length)
+    return bounds.in_tiles(tile.query)

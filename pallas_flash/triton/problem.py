@@ -1,28 +1,25 @@
-"""One call as the Triton kernels see it: static sizes, operands, their blocks, the launch.
-
-A kernel sees each head as a matrix of rows (queries or keys) by columns (head dim). Triton's
-blocks have power-of-two sizes, so a block may reach past the last row or column; nothing is padded
-in memory, and `pallas_flash.triton.tile` masks the loads instead.
-"""
+"""One call as the Triton kernels see it: what they are compiled for, and the arrays they read."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-from jax.experimental import pallas as pl
+import jax.numpy as jnp
 from jax.experimental.pallas import triton as plgpu
+from jaxtyping import Array
 
 from pallas_flash.call import AttentionCall, Sizes
 from pallas_flash.mask import Mask, row_lengths
-from pallas_flash.triton.tile_sizes import Tile, padded_head_dim
+from pallas_flash.mods import Mod
+from pallas_flash.schedule import tile_map
+from pallas_flash.triton.mods import Split, split
+from pallas_flash.triton.tile_sizes import Tile
 
 LOG2_E = math.log2(math.e)
 Index = Any
-Specs = Any
 
 
 class Operands(NamedTuple):
@@ -35,6 +32,25 @@ class Operands(NamedTuple):
     dense: Any = None  # (B|1, N|1, T|1, S|1), True is visible
     query_lengths: Any = None  # int32 (B,)
     key_value_lengths: Any = None  # int32 (B,)
+    query_segments: Any = None  # int32 (B, T)
+    key_segments: Any = None  # int32 (B, S)
+    query_positions: Any = None  # int32 (B, T)
+    key_positions: Any = None  # int32 (B, S)
+    scale: Any = None  # float32 (1,), when it is not static
+    sinks: Any = None  # float32 (N,)
+    alibi_slopes: Any = None  # float32 (N,)
+    dropout_seed: Any = None  # uint32 (2,)
+    score_tables: tuple[Any, ...] = ()  # what `score_mod` captured; scalars as (1,)
+    mask_tables: tuple[Any, ...] = ()  # what `mask_mod` captured
+    kinds: Any = None  # int8, of the block mask; only the lists of tiles are made from it
+    visits: Any = None  # `Visits` of the tiles of one kernel
+
+
+class Visits(NamedTuple):
+    """Lists of tiles to visit, where the mask is no interval but empty tiles can be told."""
+
+    order: Any  # int32 (B|1, own tiles, other tiles): the visited ones first
+    count: Any  # int32 (B|1, own tiles)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,25 +58,55 @@ class Problem:
     """The static side of one call: what a kernel is compiled for.
 
     Attributes:
+      scale: None when it is an operand.
       mask: the mask with every array replaced by a placeholder: it still says which fields it has.
+      soft_cap, dropout_rate: as in the call.
+      has_bias, has_alibi: which operands enter the logits.
+      score_mod, mask_mod: the user's functions, split for kernels.
       interpret: run in the Pallas interpreter.
     """
 
     sizes: Sizes
-    scale: float
+    scale: float | None
     mask: Mask
+    soft_cap: float | None
+    dropout_rate: float
     has_bias: bool
+    has_alibi: bool
+    score_mod: Split | None
+    mask_mod: Split | None
     interpret: bool
+
+    @property
+    def has_plain_logits(self) -> bool:
+        """True when logits are the scaled products alone."""
+        beyond = self.has_bias or self.has_alibi or self.is_nonlinear
+        return not beyond
+
+    @property
+    def is_nonlinear(self) -> bool:
+        """True when the logits' derivative by the score is not 1."""
+        return self.soft_cap is not None or self.score_mod is not None
 
     @property
     def defers_scale(self) -> bool:
         """True when logits stay unscaled until the exponent: a maximum commutes with scale > 0."""
-        return self.scale > 0 and not self.has_bias
+        return self.scale is not None and self.scale > 0 and self.has_plain_logits
 
     @property
     def exponent_scale(self) -> float:
         """The factor that turns logits into powers of two."""
-        return self.scale * LOG2_E if self.defers_scale else LOG2_E
+        if self.defers_scale:
+            assert self.scale is not None
+            return self.scale * LOG2_E
+        return LOG2_E
+
+    @property
+    def has_lists(self) -> bool:
+        """True when `Visits` say which tiles to visit, not the mask's bounds."""
+        mask = self.mask
+        by_position = mask.has_positions and mask.has_diagonal
+        return mask.has_segments or by_position or mask.blocks is not None
 
     def edges(self, tile: Tile) -> bool:
         """True when tiles may cross the end of a sequence, or hold a mask that is no interval."""
@@ -74,180 +120,93 @@ def split_call(call: AttentionCall, interpret: bool | None) -> tuple[Problem, Op
     Args:
       interpret: run in the interpreter; None does so where JAX's device is not a GPU.
     """
-    sizes, mask = call.sizes, call.mask
-    assert call.static_scale is not None  # `unsupported` refuses a traced scale
+    mask = call.mask
     problem = Problem(
-        sizes=sizes,
+        sizes=call.sizes,
         scale=call.static_scale,
         mask=jax.tree.map(lambda _: 0, mask),
+        soft_cap=call.soft_cap,
+        dropout_rate=call.dropout_rate,
         has_bias=call.bias is not None,
+        has_alibi=call.alibi_slopes is not None,
+        score_mod=None if call.score_mod is None else split(call.score_mod),
+        mask_mod=None if mask.mask_mod is None else split(mask.mask_mod),
         interpret=not plgpu.is_gpu_device() if interpret is None else interpret,
     )
+    return problem, _operands(call)
+
+
+def _operands(call: AttentionCall) -> Operands:
+    sizes, mask = call.sizes, call.mask
     lengths = (None, None)
     if mask.has_lengths:
         lengths = (
             row_lengths(mask.query_lengths, sizes.B, sizes.T),
             row_lengths(mask.key_value_lengths, sizes.B, sizes.S),
         )
-    return problem, Operands(call.query, call.key, call.value, call.bias, mask.dense, *lengths)
 
+    def float32(array: Array | None) -> Array | None:
+        return None if array is None else jnp.atleast_1d(array.astype(jnp.float32))
 
-# ---- programs that hold one query tile (forward, dQ): grid (query tile, N, B) -------------------
-
-
-def query_grid(problem: Problem, tile: Tile) -> tuple[int, int, int]:
-    return pl.cdiv(problem.sizes.T, tile.query), problem.sizes.N, problem.sizes.B
-
-
-def query_tile_index(problem: Problem, tile: Tile, program: Index) -> Index:
-    """Query tile of a program: the last first, which have the most work under a causal mask."""
-    return pl.cdiv(problem.sizes.T, tile.query) - 1 - program
-
-
-def query_rows(problem: Problem, tile: Tile, columns: int) -> pl.BlockSpec:
-    """The program's rows of a (B, T, N, columns) array."""
-    return pl.BlockSpec(
-        (None, tile.query, None, padded_head_dim(columns)),
-        lambda i, n, b: (b, query_tile_index(problem, tile, i), n, 0),
-    )
-
-
-def query_vector(problem: Problem, tile: Tile) -> pl.BlockSpec:
-    """The program's elements of a (B, N, T) array."""
-    return pl.BlockSpec(
-        (None, None, tile.query),
-        lambda i, n, b: (b, n, query_tile_index(problem, tile, i)),
-    )
-
-
-def logit_rows(problem: Problem, tile: Tile) -> pl.BlockSpec:
-    """The program's rows of a (B, N, T, S) array."""
-    return pl.BlockSpec(
-        (None, None, tile.query, round_up(problem.sizes.S, tile.key)),
-        lambda i, n, b: (b, n, query_tile_index(problem, tile, i), 0),
-    )
-
-
-def query_tile_specs(problem: Problem, operands: Operands, tile: Tile) -> Operands:
-    """One query tile, and all the keys and values of its key/value head."""
-    sizes = problem.sizes
-
-    def key_rows(columns: int) -> pl.BlockSpec:
-        block = (None, round_up(sizes.S, tile.key), None, padded_head_dim(columns))
-        return pl.BlockSpec(block, lambda i, n, b: (b, 0, n // sizes.G, 0))
+    def tables(mod: Mod | None) -> tuple[Array, ...]:
+        return () if mod is None else tuple(jnp.atleast_1d(table) for table in mod.captured)
 
     return Operands(
-        query=query_rows(problem, tile, sizes.H),
-        key=key_rows(sizes.H),
-        value=key_rows(sizes.Hv),
-        **_shared_specs(problem, operands, tile, heads=1),
+        call.query,
+        call.key,
+        call.value,
+        bias=call.bias,
+        dense=mask.dense,
+        query_lengths=lengths[0],
+        key_value_lengths=lengths[1],
+        query_segments=mask.query_segment_ids,
+        key_segments=mask.key_value_segment_ids,
+        query_positions=mask.query_positions,
+        key_positions=mask.key_value_positions,
+        scale=float32(call.traced_scale),
+        sinks=float32(call.sinks),
+        alibi_slopes=float32(call.alibi_slopes),
+        dropout_seed=call.dropout_seed,
+        score_tables=tables(call.score_mod),
+        mask_tables=tables(mask.mask_mod),
+        kinds=None if mask.blocks is None else mask.blocks.kinds,
     )
 
 
-# ---- programs that hold one key tile (dK, dV): grid (key tile, K, B) ----------------------------
-
-
-def key_grid(problem: Problem, tile: Tile) -> tuple[int, int, int]:
-    return pl.cdiv(problem.sizes.S, tile.key), problem.sizes.K, problem.sizes.B
-
-
-def key_rows(tile: Tile, columns: int) -> pl.BlockSpec:
-    """The program's rows of a (B, S, K, columns) array."""
-    return pl.BlockSpec(
-        (None, tile.key, None, padded_head_dim(columns)), lambda j, k, b: (b, j, k, 0)
-    )
-
-
-def group_rows(problem: Problem, tile: Tile, columns: int) -> pl.BlockSpec:
-    """All rows of the program's G query heads, of a (B, T, N, columns) array."""
-    rows = round_up(problem.sizes.T, tile.query)
-    block = (None, rows, problem.sizes.G, padded_head_dim(columns))
-    return pl.BlockSpec(block, lambda j, k, b: (b, 0, k, 0))
-
-
-def group_vectors(problem: Problem, tile: Tile) -> pl.BlockSpec:
-    """All elements of the program's G query heads, of a (B, N, T) array."""
-    block = (None, problem.sizes.G, round_up(problem.sizes.T, tile.query))
-    return pl.BlockSpec(block, lambda j, k, b: (b, k, 0))
-
-
-def key_tile_specs(problem: Problem, operands: Operands, tile: Tile) -> Operands:
-    """One key tile, and all the queries of the heads that read it."""
-    sizes = problem.sizes
-    return Operands(
-        query=group_rows(problem, tile, sizes.H),
-        key=key_rows(tile, sizes.H),
-        value=key_rows(tile, sizes.Hv),
-        **_shared_specs(problem, operands, tile, heads=sizes.G),
-    )
-
-
-# ---- both ---------------------------------------------------------------------------------------
-
-
-def round_up(size: int, multiple: int) -> int:
-    return pl.cdiv(size, multiple) * multiple
-
-
-def _shared_specs(problem: Problem, operands: Operands, tile: Tile, *, heads: int) -> dict:
-    """Specs of what is not query, key or value; a program's second grid index counts `heads`."""
-
-    def everything(array: jax.Array | None) -> pl.BlockSpec | None:
-        return None if array is None else pl.BlockSpec(array.shape, lambda *_: (0,))
-
-    return {
-        "bias": _dense_spec(problem, operands.bias, tile, heads),
-        "dense": _dense_spec(problem, operands.dense, tile, heads),
-        "query_lengths": everything(operands.query_lengths),
-        "key_value_lengths": everything(operands.key_value_lengths),
-    }
-
-
-def _dense_spec(
-    problem: Problem, array: jax.Array | None, tile: Tile, heads: int
-) -> pl.BlockSpec | None:
-    """A bias or dense mask as (heads, T, S) of one batch row, its broadcast axes kept at 1."""
-    if array is None:
-        return None
-    one_batch, one_head, one_query, one_key = (size == 1 for size in array.shape)
-    block = (
-        None,
-        1 if one_head else heads,
-        1 if one_query else round_up(problem.sizes.T, tile.query),
-        1 if one_key else round_up(problem.sizes.S, tile.key),
-    )
-    return pl.BlockSpec(
-        block, lambda _, head, b: (0 if one_batch else b, 0 if one_head else head, 0, 0)
-    )
-
-
-def launch(
-    kernel: Callable[..., None],
-    *inputs: Any,
-    specs: tuple[Specs, ...],
-    outputs: dict[str, tuple[jax.ShapeDtypeStruct, pl.BlockSpec]],
-    grid: tuple[int, int, int],
-    tile: Tile,
-    name: str,
-    interpret: bool,
-    aliases: dict[int, int] | None = None,
-) -> dict[str, jax.Array]:
-    """`pl.pallas_call` for the Triton lowering.
-
-    The kernel is called with one tree of refs for each of `inputs` and a dict of output refs.
+def with_visits(
+    problem: Problem, operands: Operands, tile: Tile, *, by_key: bool = False
+) -> Operands:
+    """The operands of one kernel: with the tiles that each of its programs visits.
 
     Args:
-      outputs: name -> (shape and dtype, block spec).
-      aliases: flat input index -> flat output index, for outputs that are not written everywhere.
+      by_key: programs hold key tiles and visit query tiles, not the other way round.
     """
-    return pl.pallas_call(
-        kernel,
-        grid=grid,
-        in_specs=specs,
-        out_specs={key: spec for key, (_, spec) in outputs.items()},
-        out_shape={key: shape for key, (shape, _) in outputs.items()},
-        input_output_aliases=aliases or {},
-        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
-        interpret=interpret,
-        name=name,
-    )(*inputs)
+    if not problem.has_lists:
+        return operands._replace(kinds=None)
+    sizes, blocks = problem.sizes, problem.mask.blocks
+    mask = dataclasses.replace(
+        problem.mask,
+        query_lengths=operands.query_lengths,
+        key_value_lengths=operands.key_value_lengths,
+        query_segment_ids=operands.query_segments,
+        key_value_segment_ids=operands.key_segments,
+        query_positions=operands.query_positions,
+        key_value_positions=operands.key_positions,
+        blocks=None if blocks is None else dataclasses.replace(blocks, kinds=operands.kinds),
+    )
+    visit = tile_map(mask, sizes.B, sizes.T, sizes.S, (tile.query, tile.key))
+    visit = jnp.swapaxes(visit, 1, 2) if by_key else visit
+    order = jnp.argsort(~visit, axis=-1, stable=True).astype(jnp.int32)
+    visits = Visits(order, jnp.sum(visit, axis=-1, dtype=jnp.int32))
+    return operands._replace(kinds=None, visits=visits)
+
+
+def real_queries(problem: Problem, operands: Operands) -> Array | None:
+    """(B, T), False behind lengths and in padding segments; None when every query is real."""
+    real = None
+    if operands.query_lengths is not None:
+        real = jnp.arange(problem.sizes.T) < operands.query_lengths[:, None]
+    if operands.query_segments is not None:
+        unpadded = operands.query_segments >= 0
+        real = unpadded if real is None else real & unpadded
+    return real

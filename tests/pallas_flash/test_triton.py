@@ -262,19 +262,31 @@ def test_a_tile_that_triton_cannot_run_is_refused(change, message):
         dataclasses.replace(TALL, **change)
 
 
+TABLE = jnp.linspace(-1.0, 1.0, 8)
+SQUARE = TABLE[:, None] * TABLE
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"logits_soft_cap": 5.0}, "logits_soft_cap"),
-        ({"sinks": jnp.zeros(6)}, "sinks"),
-        ({"scale": jnp.float32(0.5)}, "scale"),
+        ({"score_mod": lambda s, b, n, i, j: s + TABLE[s.astype(int)]},
+         "score_mod indexes a captured array by the score"),
+        ({"score_mod": lambda s, b, n, i, j: jax.lax.fori_loop(0, n, lambda _, x: 2 * x, s)},
+         "score_mod uses while"),
+        ({"mask_mod": lambda b, n, i, j: jnp.cumsum(jnp.arange(4) * n)[i % 4] > j},
+         "mask_mod uses"),
+        ({"score_mod": lambda s, b, n, i, j: s * jnp.dot(SQUARE[n], SQUARE[j])},
+         "score_mod applies dot_general to a captured array"),
+        ({"score_mod": lambda s, b, n, i, j: s + TABLE[n], "deterministic": True},
+         "deterministic=True with a score_mod"),
     ],
-    ids=["soft cap", "sinks", "traced scale"],
-)
-def test_what_is_not_served_is_named(arguments, message):
+    ids=["by score", "loop", "vector", "product", "deterministic"],
+)  # fmt: skip
+def test_what_is_not_served_is_named_with_what_serves_it(arguments, message):
     arrays, others = draw(shapes.BY_NAME["grouped"])
-    with pytest.raises(NotImplementedError, match=message):
-        pallas_flash.dot_product_attention(**arrays, **others, **arguments, implementation="triton")
+    run = functools.partial(pallas_flash.dot_product_attention, **arrays, **others, **arguments)
+    with pytest.raises(NotImplementedError, match=f"({message}).*'xla'"):
+        run(implementation="triton")
 
 
 def test_wide_heads_and_other_platforms_are_refused():

@@ -15,9 +15,10 @@ from jax._src.pallas.triton import lowering as triton_lowering
 from problems import ABSTRACT_MASKS as MASKS
 from problems import abstract
 
-from pallas_flash import vjp
-from pallas_flash.call import AttentionCall
+from pallas_flash import block_mask, vjp
+from pallas_flash.call import AttentionCall, Gradients
 from pallas_flash.mask import Mask
+from pallas_flash.mods import INDICES, Mod
 from pallas_flash.triton.attention import Kernels
 
 GPUS = {"A100": "NVIDIA A100", "H100": "NVIDIA H100", "L4": "NVIDIA L4"}
@@ -68,8 +69,7 @@ def abstract_call(
         query=array((2, T, N, H)),
         key=array((2, S, K, H)),
         value=array((2, S, K, Hv or H)),
-        static_scale=scale,
-        **fields,
+        **{"static_scale": scale, **fields},
     )
 
 
@@ -115,6 +115,71 @@ def test_dense_mask_and_bias_with_gradient(modules, heads):
     call = abstract_call(mask=Mask(is_causal=True, dense=dense), bias=bias)
     text = lower(call, cotangents=("query", "key", "value", "bias"))
     assert_three_kernels(text, modules)
+
+
+INT32 = jnp.int32
+TABLE = jnp.linspace(-1.0, 1.0, 44).reshape(4, 11)
+IDS = {
+    "query_segment_ids": abstract((2, 1000), INT32),
+    "key_value_segment_ids": abstract((2, 1024), INT32),
+}
+PER_HEAD = abstract((4,), jnp.float32)
+
+
+def by_distance(score, b, n, i, j):
+    """Reads one captured array by element, one as a scalar, and has a branch and a jitted part."""
+    near = jax.lax.cond(i - j < 5, lambda: 1.0, lambda: 0.5)
+    return jax.nn.silu(score) + TABLE[n, jnp.clip(i - j + 5, 0, 10)] * TABLE[0, 3] * near
+
+
+def documents(b, n, i, j):
+    return (i // 128 == j // 128) | (TABLE[n, j % 11] > 0)
+
+
+FEATURES = {
+    "segments": {"mask": Mask(is_causal=True, **IDS)},
+    "segments and lengths": {
+        "mask": Mask(**IDS, query_lengths=MASKS["lengths"].query_lengths,
+                     key_value_lengths=MASKS["lengths"].key_value_lengths),
+    },
+    "positions": {
+        "mask": Mask(window=(100, 0), query_positions=abstract((2, 1000), INT32)),
+        "alibi_slopes": PER_HEAD,
+    },
+    "soft cap": {"soft_cap": 30.0, "mask": MASKS["causal"]},
+    "sinks": {"sinks": PER_HEAD, "mask": MASKS["window"]},
+    "alibi": {"alibi_slopes": PER_HEAD, "mask": MASKS["causal window, bottom right"]},
+    "traced scale": {"static_scale": None, "traced_scale": abstract((), jnp.float32)},
+    "dropout": {"dropout_rate": 0.1, "dropout_seed": abstract((2,), jnp.uint32)},
+    "score_mod": {"score_mod": Mod.trace("score_mod", by_distance, jnp.float32, *INDICES)},
+    "mask_mod": {"mask": Mask(mask_mod=Mod.trace("mask_mod", documents, *INDICES))},
+    "block mask": {"mask": Mask(
+        mask_mod=Mod.trace("mask_mod", lambda b, n, i, j: i // 128 == j // 128, *INDICES),
+        blocks=block_mask(lambda b, n, i, j: i // 128 == j // 128, T=1000, S=1024))},
+}  # fmt: skip
+FEATURES["everything"] = {
+    **FEATURES["dropout"], **FEATURES["score_mod"], **FEATURES["traced scale"], "soft_cap": 30.0,
+    "sinks": PER_HEAD, "alibi_slopes": PER_HEAD, "bias": abstract((2, 1, 1, 1024), jnp.bfloat16),
+    "mask": Mask(
+        is_causal=True, **IDS, mask_mod=FEATURES["mask_mod"]["mask"].mask_mod,
+        dense=abstract((1, 4, 1000, 1024), jnp.bool_),
+        key_value_positions=abstract((2, 1024), INT32),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_argument_lowers_with_its_gradient(modules, feature):
+    call = abstract_call(**FEATURES[feature])
+    wanted = [name for name in Gradients._fields if getattr(call, name) is not None]
+    assert_three_kernels(lower(call, cotangents=wanted), modules)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"H": H} for H in (8, 80, 96, 112, 160)] + [{"H": 192, "Hv": 128}]
+)
+def test_other_head_dims(modules, sizes):
+    assert_three_kernels(lower(abstract_call(**sizes, T=300, S=256)), modules)
 
 
 def test_64_bit_mode_stays_out_of_the_kernels(modules):
