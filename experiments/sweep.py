@@ -31,7 +31,7 @@ from experiments.scaling.backend import set_up_jax
 from experiments.scaling.estimate import plan_for_machine, plan_table
 from experiments.scaling.fit import FitConfig, fit_points
 from experiments.scaling.ladder import SweepConfig
-from experiments.scaling.report import summary_line, write_report
+from experiments.scaling.report import describe_warnings, summary_line, write_report
 from experiments.scaling.runs import Run, SweepError
 from experiments.scaling.worker import DeviceData, Stopped, work
 from experiments.training.checkpoint import read_json, write_json
@@ -235,8 +235,11 @@ def fit_run(run: Run, config: FitConfig) -> dict:
         raise SweepError(f"{run.folder}: no point is finished, nothing to fit")
     result = fit_points(points, config=config)
     write_json(run.folder / "fit.json", result)
-    for warning in result["warnings"]:
-        print(f"warning: {warning['message']}")
+    warnings, excuse = describe_warnings(run.plan, result)
+    for message in warnings:
+        print(f"warning: {message}")
+    if excuse:
+        print(f"note: {excuse}")
     return result
 
 

@@ -18,6 +18,11 @@ from models.config import ModelConfig
 
 PORIAN_LR, PORIAN_PARAMS = 0.0047, 108e6  # arXiv 2406.19146: lr = .0047 (N / 108M)^(-1/3)
 UNROLLED_LAYERS = 4  # up to here a loop over layers costs more than the longer program
+ENOUGH_BUDGETS, ENOUGH_SIZES = 3, 5  # of a plan that can be wrong about an exponent
+SMOKE_NOTE = (
+    f"fewer than {ENOUGH_BUDGETS} budgets and {ENOUGH_SIZES} sizes: this tests that everything "
+    "works; its exponents mean little"
+)
 MIN_STEPS = 20  # fewer optimizer steps than this is not training
 
 
@@ -146,6 +151,25 @@ class Plan:
     def flops(self) -> float:
         return sum(p.flops for p in self.points)
 
+    @property
+    def sizes_by_budget(self) -> dict[float, set[int]]:
+        """N of the models at each budget; empty for a grid of sizes and tokens."""
+        found: dict[float, set[int]] = {}
+        for point in self.points:
+            if point.budget is not None:
+                found.setdefault(point.budget, set()).add(point.params)
+        return found
+
+    @property
+    def is_smoke(self) -> bool:
+        """True when the plan can only show that everything runs, whatever its losses are.
+
+        Fewer than 5 sizes cannot stand two on each side of a minimum, and fewer than 3 budgets
+        cannot test a power law.
+        """
+        sizes = self.sizes_by_budget.values()
+        return 0 < len(sizes) < ENOUGH_BUDGETS and max(map(len, sizes)) < ENOUGH_SIZES
+
 
 def parse_size(size: str) -> tuple[int, int]:
     """Width and layers of a WIDTHxLAYERS name.
@@ -242,7 +266,9 @@ def make_plan(config: SweepConfig, *, corpus_tokens: int) -> Plan:
         raise ValueError("no point is left to train: " + "; ".join(notes))
     most = max(p.tokens for p in points) / corpus_tokens
     notes.append(f"tokens are repeated at most {most:.2g} times (limit {config.max_epochs:g})")
-    return Plan(tuple(points), (*notes, *_coverage(points, config)))
+    plan = Plan(tuple(points), tuple(notes))
+    coverage = [SMOKE_NOTE] if plan.is_smoke else _coverage(points, config)
+    return replace(plan, notes=(*notes, *coverage))
 
 
 def choose_sizes(budget: float, config: SweepConfig) -> tuple[str, ...]:

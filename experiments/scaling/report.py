@@ -9,6 +9,7 @@ import numpy as np
 
 from experiments.scaling import pictures
 from experiments.scaling.fit import Points
+from experiments.scaling.ladder import ENOUGH_BUDGETS, ENOUGH_SIZES, Plan
 from experiments.scaling.runs import Run, collect_points
 from experiments.training.checkpoint import read_json, write_atomic
 
@@ -27,12 +28,41 @@ th:first-child, td:first-child { text-align: left; }
 """
 
 
+# What the fit warns about for want of sizes and budgets alone.
+EXPECTED_OF_SMOKE = frozenset(
+    {
+        *("off_centre", "edge_minimum", "too_few_sizes", "no_residuals"),
+        *("two_budgets", "too_few_budgets", "parametric_unidentified", "irreducible_near_zero"),
+    }
+)
+
+
+def describe_warnings(plan: Plan, fit: dict) -> tuple[list[str], str | None]:
+    """The fit's warnings, and a line on those at the end that so small a plan always has.
+
+    The line is None unless the plan is a smoke test (`Plan.is_smoke`) and has such warnings;
+    others, such as a diverged run, come first and are not excused.
+    """
+    expected = [w for w in fit["warnings"] if plan.is_smoke and w["code"] in EXPECTED_OF_SMOKE]
+    others = [w for w in fit["warnings"] if w not in expected]
+    messages = [w["message"] for w in (*others, *expected)]
+    if not expected:
+        return messages, None
+    budgets, sizes = len(plan.sizes_by_budget), max(map(len, plan.sizes_by_budget.values()))
+    which = "all warnings above are" if not others else f"the last {len(expected)} warnings are"
+    return messages, (
+        f"{which} expected of so small a plan (budgets: {budgets}, sizes: {sizes}), which tests "
+        f"that everything works; with {ENOUGH_BUDGETS} budgets or {ENOUGH_SIZES} sizes they count"
+    )
+
+
 def write_report(run: Run, fit: dict) -> Path:
     """Draw the pictures and write `report.html` into the run's folder; returns its path."""
     points = collect_points(run)
     keep = np.isfinite(points.loss)
     pngs = _draw(run, points[keep], fit)
     machine = read_json(run.folder / "config.json")["machine"]
+    warnings, excuse = describe_warnings(run.plan, fit)
     sections = [
         f"<h1>Scaling law: {html.escape(run.folder.name)}</h1>",
         f"<p class=note>{len(run.plan.points)} runs, {run.plan.flops:.3g} FLOPs, on "
@@ -40,7 +70,8 @@ def write_report(run: Run, fit: dict) -> Path:
         f"vocabulary {run.dataset['vocab_size']}), {html.escape(machine['device'])}, "
         f"jax {machine['jax']}</p>",
         f"<p class=headline>{html.escape(headline(fit))}</p>",
-        *(f"<p class=warning>{html.escape(w['message'])}</p>" for w in fit["warnings"]),
+        *(f"<p class=warning>{html.escape(message)}</p>" for message in warnings),
+        *([f"<p class=note>{html.escape(excuse)}</p>"] if excuse else []),
         "<h2>IsoFLOP minima</h2>",
         _budget_table(fit["isoflop"]),
         *(_image(path, text) for path, text in pngs),

@@ -95,6 +95,25 @@ def test_repeating_the_corpus_too_often_is_left_out_and_said():
         make_plan(CPU, corpus_tokens=100)
 
 
+def test_smoke_tests_are_told_from_sweeps():
+    def plan(**changes):
+        return make_plan(replace(CPU, **changes), corpus_tokens=10**9)
+
+    smoke = make_plan(PRESETS["smoke"](), corpus_tokens=CORPUS)
+    assert smoke.is_smoke
+    assert "tests that everything works" in smoke.notes[-1]
+    assert "are wanted" not in " ".join(smoke.notes)  # what so few sizes cannot give
+    assert "are wanted" in plan(sizes=("8x2", "12x2", "16x2")).notes[-1]
+    assert not plan().is_smoke
+    assert not make_plan(PRESETS["gpu"](), corpus_tokens=170_000_000).is_smoke
+    assert plan(budgets=(1e11, 2e11), sizes_per_budget=3, seeds=(0, 1, 2)).is_smoke
+    assert not plan(budgets=(1e11, 2e11)).is_smoke  # each minimum can still be wrong
+    assert not plan(sizes_per_budget=3).is_smoke
+    grid = plan(budgets=(), sizes=("16x1", "32x1"), tokens=(1e5, 2e5))
+    assert not grid.is_smoke
+    assert grid.sizes_by_budget == {}
+
+
 def test_tokens_make_a_grid_without_budgets():
     config = replace(CPU, budgets=(), sizes=("16x1", "32x1"), tokens=(1e5, 2e5), seeds=(0, 1))
     plan = make_plan(config, corpus_tokens=CORPUS)

@@ -14,7 +14,13 @@ from experiments.scaling import pictures, runs
 from experiments.scaling.fit import FitConfig
 from experiments.scaling.ladder import make_plan
 from experiments.scaling.parametric import predict_loss
-from experiments.scaling.report import headline, summary_line, write_report
+from experiments.scaling.report import (
+    EXPECTED_OF_SMOKE,
+    describe_warnings,
+    headline,
+    summary_line,
+    write_report,
+)
 from experiments.training.checkpoint import read_json, write_json
 
 FIT = FitConfig(starts=32, bootstrap=32)
@@ -104,6 +110,45 @@ def test_a_grid_of_sizes_and_tokens_reports_the_surface_alone(tmp_path):
     page = write_report(run, fit).read_text()
     assert "exponents not determined: no IsoFLOP curves" in page
     assert not (run.folder / "isoflop.png").exists()
+
+
+def smoke_run(folder, **changes) -> runs.Run:
+    smoke = PRESETS["smoke"]()
+    fields = ("budgets", "ladder", "sizes_per_budget", "expected_params", "expected_budget")
+    return finished_run(folder, **{f: getattr(smoke, f) for f in fields} | changes)
+
+
+def test_warnings_of_a_smoke_test_are_called_expected(tmp_path, capsys):
+    run = smoke_run(tmp_path / "smoke")
+    fit = sweep.fit_run(run, FIT)
+    out = capsys.readouterr().out.splitlines()
+    assert fit["warnings"]
+    assert len(read_json(run.folder / "fit.json")["warnings"]) == len(fit["warnings"])
+    assert [line.startswith("warning: ") for line in out] == [True] * len(fit["warnings"]) + [False]
+    assert out[-1].startswith(
+        "note: all warnings above are expected of so small a plan (budgets: 2"
+    )
+    assert out[-1].removeprefix("note: ") in write_report(run, fit).read_text()
+
+
+def test_what_is_no_matter_of_size_is_not_excused(tmp_path):
+    run = smoke_run(tmp_path / "smoke")
+    point = run.plan.points[0]
+    row = {"id": point.id, "status": "diverged", "loss": None, "seconds": 1.0}
+    write_json(run.point_folder(point) / "result.json", row)
+    fit = sweep.fit_run(run, FIT)
+    messages, excuse = describe_warnings(run.plan, fit)
+    assert sorted(messages) == sorted(w["message"] for w in fit["warnings"])
+    assert point.id in messages[0]
+    assert excuse is not None
+    assert excuse.startswith(f"the last {len(messages) - 1} warnings are expected")
+
+
+def test_a_whole_plan_is_never_excused(run, fit):
+    doubts = [{"code": code, "message": code} for code in EXPECTED_OF_SMOKE]
+    messages, excuse = describe_warnings(run.plan, {**fit, "warnings": doubts})
+    assert len(messages) == len(doubts)
+    assert excuse is None
 
 
 def test_text_from_a_folder_name_is_escaped(tmp_path, fit):
