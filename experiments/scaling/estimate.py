@@ -6,12 +6,11 @@ import time
 import jax
 
 from experiments.scaling.ladder import Plan, Point, SweepConfig, make_plan, scale_budgets
-from experiments.scaling.progress import START_SECONDS, clock
+from experiments.scaling.progress import COMPILE_ALL, START_SECONDS, clock
 from experiments.scaling.runs import Run, Seconds
 from experiments.scaling.worker import DeviceData, measure_step, precompile
 
 LEAST_SCALE = 0.25  # budgets are not scaled below this part of what was asked
-COMPILE_ALL = 1.3  # of the time for the training program, for that of evaluation too
 EVAL_SHARE = 1 / 3  # a held-out token costs a forward pass, a third of a training token
 MEASURED_FLOPS = 2e10  # of one step that a CPU is timed with, at most
 MARGIN = 1.15  # workers share caches and memory; the measurement ran alone

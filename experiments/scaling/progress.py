@@ -14,6 +14,7 @@ from tqdm import tqdm
 from experiments.scaling.runs import Run, Seconds
 
 START_SECONDS = 6.0  # of a worker process: imports and opening the data
+COMPILE_ALL = 1.3  # of the time for the training program, for that of evaluation too
 PRIOR = 0.02  # of the work: so much weight has the plan's own pace
 LINE_SECONDS = 15.0  # between lines when the output is not a terminal
 
@@ -43,7 +44,9 @@ def standing(run: Run) -> Standing:
         cost = run.estimate.get(point.id, Seconds(1.0, 0.0, 0.0))
         over = run.result(point) is not None
         finished += over
-        gained = cost.training * share + cost.compiling * (share > 0) + cost.evaluation * over
+        # The program for evaluation is compiled at the end, that for training before its first row.
+        compiled = 1.0 if over else (share > 0) / COMPILE_ALL
+        gained = cost.training * share + cost.compiling * compiled + cost.evaluation * over
         if not over:
             # Those that nobody has begun stand in the order in which workers take them, about.
             order = (share == 0, -group[point.shape], -point.flops)

@@ -280,6 +280,12 @@ def test_standing_counts_work_under_way(tmp_path, dataset):
     assert now.work_done == pytest.approx(0.5, abs=0.02)
     assert now.flops_done == pytest.approx(point.flops / 2, rel=0.02)
     assert now.left == pytest.approx((0.5, 1.0), abs=0.02)  # the one under way first
+    # At the last step evaluation is still to come, and the compiling of its program.
+    path.write_text(json.dumps({"step": point.steps}) + "\n")
+    costly = {p.id: runs.Seconds(1.0, 13.0, 5.0) for p in run.plan.points}
+    now = progress.standing(replace(run, estimate=costly))
+    assert now.left == pytest.approx((3.0 + 5.0, 19.0))
+    assert now.work_done == pytest.approx(11.0)
 
 
 # ---- the command -----------------------------------------------------------------------------
