@@ -103,7 +103,7 @@ def write_store(
       CorpusError: a document id occurs twice, or a split stays empty.
     """
     check_heldout_fraction(heldout_fraction)
-    bin_path, json_path = store_paths(path)
+    bin_path, _ = store_paths(path)
     bin_path.parent.mkdir(parents=True, exist_ok=True)
     parts = {
         split: bin_path.with_name(f"{bin_path.name}.{os.getpid()}.{split}.tmp")
@@ -115,36 +115,90 @@ def write_store(
             for batch in _batches(documents):
                 writer.write(batch, heldout_fraction)
                 progress(sum(len(document.text.encode()) for document in batch))
-            splits = writer.counts()
+            splits = split_counts(writer.sources)
             heldout.flush()
             _append(train, parts["heldout"])
-        meta = {
-            "format": STORE_FORMAT,
-            "name": name,
-            "dtype": writer.dtype.name,
-            "vocab_size": tokenizer.vocab_size,
-            "eos_id": tokenizer.eos_id,
-            "heldout_fraction": heldout_fraction,
-            "splits": {split: dataclasses.asdict(count) for split, count in splits.items()},
-            "sources": writer.sources,
-            "sha256": _file_sha256(parts["train"]),
-            "provenance": provenance,
-            "tokenizer": tokenizer.to_config(),
-        }
-        json_path.unlink(missing_ok=True)  # an older description must not meet the new tokens
-        parts["train"].replace(bin_path)
-        write_json(json_path, meta)
+        meta = describe_store(
+            parts["train"],
+            splits,
+            writer.sources,
+            tokenizer=tokenizer,
+            heldout_fraction=heldout_fraction,
+            name=name,
+            provenance=provenance,
+        )
+        publish_store(parts["train"], path, meta)
     finally:
         for part in parts.values():
             part.unlink(missing_ok=True)
     return meta
 
 
+def token_dtype(vocab_size: int) -> np.dtype:
+    """Two bytes where they hold every id, else four; little-endian."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+def describe_store(
+    tokens: Path,
+    splits: dict[str, SplitCounts],
+    sources: dict[str, dict[str, dict[str, int]]],
+    *,
+    tokenizer: Tokenizer,
+    heldout_fraction: float,
+    name: str,
+    provenance: dict[str, Any],
+) -> dict[str, Any]:
+    """The description of a file of tokens, train stream first; reads it for its checksum."""
+    return {
+        "format": STORE_FORMAT,
+        "name": name,
+        "dtype": token_dtype(tokenizer.vocab_size).name,
+        "vocab_size": tokenizer.vocab_size,
+        "eos_id": tokenizer.eos_id,
+        "heldout_fraction": heldout_fraction,
+        "splits": {split: dataclasses.asdict(count) for split, count in splits.items()},
+        "sources": sources,
+        "sha256": _file_sha256(tokens),
+        "provenance": provenance,
+        "tokenizer": tokenizer.to_config(),
+    }
+
+
+def publish_store(tokens: Path, path: Path, meta: dict[str, Any]) -> None:
+    """Moves a file of tokens and its description to where a store is opened."""
+    bin_path, json_path = store_paths(path)
+    json_path.unlink(missing_ok=True)  # an older description must not meet the new tokens
+    tokens.replace(bin_path)
+    write_json(json_path, meta)
+
+
+def split_counts(sources: dict[str, dict[str, dict[str, int]]]) -> dict[str, SplitCounts]:
+    """The totals of each split over its sources.
+
+    Raises:
+      CorpusError: a split is empty.
+    """
+    splits = {}
+    documents = sum(part["documents"] for source in sources.values() for part in source.values())
+    for split in ("train", "heldout"):
+        rows = [source[split] for source in sources.values()]
+        total = {key: sum(row[key] for row in rows) for key in ("documents", "bytes", "tokens")}
+        if not total["documents"]:
+            raise CorpusError(
+                f"no document fell into the {split} split of {documents}: give more "
+                "documents or another heldout_fraction"
+            )
+        total["tokens"] += 1  # the end-of-text that opens the stream
+        splits[split] = SplitCounts(**total)
+    return splits
+
+
 class _SplitWriter:
     """Encodes batches, appends them to the two streams and counts."""
 
     def __init__(self, files: dict[str, BinaryIO], tokenizer: Tokenizer) -> None:
-        self.dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+        self.dtype = token_dtype(tokenizer.vocab_size)
         self._files = files
         self._tokenizer = tokenizer
         self._seen: set[str] = set()
@@ -172,20 +226,6 @@ class _SplitWriter:
         source[split]["documents"] += 1
         source[split]["bytes"] += len(document.text.encode())
         source[split]["tokens"] += tokens
-
-    def counts(self) -> dict[str, SplitCounts]:
-        splits = {}
-        for split in ("train", "heldout"):
-            rows = [source[split] for source in self.sources.values()]
-            total = {key: sum(row[key] for row in rows) for key in ("documents", "bytes", "tokens")}
-            if not total["documents"]:
-                raise CorpusError(
-                    f"no document fell into the {split} split of {len(self._seen)}: give more "
-                    "documents or another heldout_fraction"
-                )
-            total["tokens"] += 1  # the end-of-text that opens the stream
-            splits[split] = SplitCounts(**total)
-        return splits
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
