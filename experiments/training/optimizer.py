@@ -80,7 +80,7 @@ def muon_axes(params: Any) -> Any:
 
     def axes(path: tuple, leaf: Any) -> MuonDimensionNumbers | None:
         names = jax.tree_util.keystr(path, simple=True, separator="/").lower()
-        if not names.startswith("blocks/") or "norm" in names:
+        if not names.startswith("blocks/") or not names.endswith("kernel"):
             return None
         rest = tuple(range(1, leaf.ndim))
         # The output projection contracts heads and head dim; all others contract their first axis.
@@ -91,13 +91,13 @@ def muon_axes(params: Any) -> Any:
 
 
 def decayed(params: Any) -> Any:
-    """True for the matrices that weight decay pulls on: not norm scales, not token embeddings.
+    """True for what weight decay pulls on: not norm scales, not biases, not token embeddings.
 
     Decided by name, because the scales of stacked layers are matrices too.
     """
 
     def is_decayed(path: tuple, _: Any) -> bool:
         names = jax.tree_util.keystr(path, simple=True, separator="/").lower()
-        return not ("norm" in names or "embedding" in names)
+        return not any(spared in names for spared in ("norm", "bias", "embedding"))
 
     return jax.tree_util.tree_map_with_path(is_decayed, params)

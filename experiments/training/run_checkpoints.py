@@ -161,6 +161,7 @@ class Checkpoints:
         if self._error:
             error, self._error = self._error, None
             raise error
+        _barrier("checkpoint sealed")
 
     def _fail(self, path: Path, error: BaseException) -> None:
         shutil.rmtree(path, ignore_errors=True)
@@ -214,10 +215,12 @@ class Checkpoints:
     def discard(self, unwanted: Callable[[Saved], bool]) -> None:
         """Remove checkpoints that must not be resumed from, and whatever was cut off."""
         self.wait()
-        whole = {s.path for s in self.saved() if not unwanted(s)}
-        for path in self.folder.iterdir():
-            if path not in whole and path.is_dir():
-                _remove(path)
+        if jax.process_index() == 0:
+            whole = {s.path for s in self.saved() if not unwanted(s)}
+            for path in self.folder.iterdir():
+                if path not in whole and path.is_dir():
+                    _remove(path)
+        _barrier("checkpoints discarded")
 
     def problems(self) -> list[str]:
         """What was passed over since the last call, for the log of events."""
@@ -309,6 +312,14 @@ def _remove(path: Path) -> None:
     """Unseal first: a removal that is cut off leaves nothing that looks whole."""
     (path / SEAL).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)
+
+
+def _barrier(name: str) -> None:
+    """Wait for the other processes: what the first one did to the folder, all of them see."""
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(name)
 
 
 def _one_line(error: BaseException) -> str:

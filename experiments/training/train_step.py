@@ -36,18 +36,27 @@ The sums are `cross_entropy` and `z_loss`, which add up to the loss, and `weight
 Step = Callable[[TrainState, Batch, Schedule], tuple[TrainState, dict[str, Array]]]
 
 
-def make_loss(model: ModelConfig, *, separator: int | None = None) -> LossFn:
+def make_loss(
+    model: ModelConfig,
+    *,
+    separator: int | None = None,
+    rows: jax.sharding.Sharding | None = None,
+) -> LossFn:
     """Sum of the next-token losses of a microbatch, z-loss included (`model.z_loss`).
 
     Args:
       model: the decoder. With bfloat16 as compute dtype its float32 parameters are the master
         copy: they are cast where they are used, and gradients come back in float32.
       separator: token that opens a document; attention and positions then start anew at each.
+      rows: how inputs and targets (B, T) lie on devices; None for one device.
     """
+
+    def placed(x: Array) -> Array:
+        return x if rows is None else jax.lax.with_sharding_constraint(x, rows)
 
     def loss_fn(params: Any, batch: Batch, key: Key[Array, ""]) -> tuple[Array, Sums]:
         del key  # the decoder has no dropout
-        inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+        inputs, targets = placed(batch["tokens"][:, :-1]), placed(batch["tokens"][:, 1:])
         segments = None
         if separator is not None:
             segments = jnp.cumsum(inputs == separator, axis=1, dtype=jnp.int32)
