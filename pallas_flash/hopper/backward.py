@@ -33,7 +33,6 @@ dQ is summed by atomic additions in an order that changes from run to run: its l
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -43,78 +42,27 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
-from pallas_flash.call import AttentionCall, Gradients, Sizes
+from pallas_flash.call import AttentionCall, Gradients
+from pallas_flash.hopper.backward_problem import (
+    CONSUMERS,
+    LOG2_E,
+    Inputs,
+    Outputs,
+    Problem,
+    Scratch,
+    scratch_types,
+)
 from pallas_flash.hopper.backward_tiles import HALF, BackwardTiles
 from pallas_flash.mask import Mask, row_lengths
 
-LOG2_E = math.log2(math.e)
 TMA_ROWS = 8
 """Rows of a swizzled tile: sequences reach TMA in multiples of this."""
 CHUNK = 8
 """Columns masked at a time: their indices take four registers, a whole tile's would spill."""
-CONSUMERS = 2
+MULTIPROCESSORS = 132
+"""Of an H100 or H200 (SXM); only the order of the work depends on it."""
 Refs = Any
 Index = Any
-
-
-class Problem(NamedTuple):
-    """The static side of one call: what the kernel is compiled for."""
-
-    sizes: Sizes
-    mask: Mask  # arrays replaced by placeholders: it says which fields there are
-    scale: float
-    tiles: BackwardTiles
-    dtype: Any
-
-    @property
-    def key_tiles(self) -> int:
-        return pl.cdiv(self.sizes.S, self.tiles.keys)
-
-    @property
-    def exponent_scale(self) -> float:
-        return self.scale * LOG2_E
-
-    @property
-    def never_masks(self) -> bool:
-        """True when no tile is ever partial; query rows past T are silenced by their LSE."""
-        return self.mask.is_trivial and self.sizes.S % self.tiles.keys == 0
-
-
-class Inputs(NamedTuple):
-    lengths: Any  # int32, flat (2, B): query and key lengths; None without lengths
-    query: Any  # (B, T, N, H)
-    key: Any  # (B, S, K, H)
-    value: Any  # (B, S, K, Hv)
-    dout: Any  # (B, T, N, Hv)
-    lse2: Any  # (B, N, whole query tiles), float32: log2(e) LSE, +inf where nothing is seen
-    delta: Any  # (B, N, whole query tiles), float32: D
-
-
-class Outputs(NamedTuple):
-    dkey: Any  # (B, S, K, H)
-    dvalue: Any  # (B, S, K, Hv)
-    dquery: Any  # (B, T, N, H), float32 and zero at the start
-
-
-class Barriers(NamedTuple):
-    kv_ready: Any
-    q_ready: Any
-    q_free: Any
-    do_ready: Any
-    do_free: Any
-    exchange: Any  # both warpgroups have written their half of dS
-
-
-class Scratch(NamedTuple):
-    key: Any  # (1, keys, H)
-    value: Any  # (1, keys, Hv)
-    query: Any  # (stages, queries, H)
-    dout: Any  # (dout_stages, queries, Hv)
-    lse2: Any  # (stages, queries)
-    delta: Any  # (dout_stages, queries)
-    ds: Any  # (2, keys, queries): alternating (by keys), or one for each warpgroup (by head dim)
-    dquery: Any  # (2, 64, 64) float32, one for each warpgroup
-    barriers: Barriers
 
 
 def backward(
@@ -188,7 +136,7 @@ def _launch(problem: Problem, inputs: Inputs) -> tuple[Array, Array, Array]:
             jax.ShapeDtypeStruct(inputs.key.shape, problem.dtype),
             jax.ShapeDtypeStruct(inputs.value.shape, problem.dtype),
         ),
-        scratch_types=_scratch(problem),
+        scratch_types=scratch_types(problem),
         grid=(problem.key_tiles * sizes.B * sizes.K,),
         grid_names=("unit",),
         num_threads=CONSUMERS + 1,
@@ -200,39 +148,6 @@ def _launch(problem: Problem, inputs: Inputs) -> tuple[Array, Array, Array]:
     given = inputs if inputs.lengths is not None else inputs[1:]
     dkey, dvalue = launch(*given, dquery)
     return dkey, dvalue, dquery[...]
-
-
-def _scratch(problem: Problem) -> Scratch:
-    sizes, tiles = problem.sizes, problem.tiles
-
-    def tile(*shape: int, dtype: Any = problem.dtype) -> Any:
-        width = jnp.dtype(dtype).itemsize
-        swizzle = plgpu.find_swizzle(shape[-1] * width * 8)
-        transforms = (  # pyright does not see that these classes are concrete
-            plgpu.TilingTransform((8, swizzle // width)),  # pyright: ignore[reportAbstractUsage]
-            plgpu.SwizzleTransform(swizzle),  # pyright: ignore[reportAbstractUsage]
-        )
-        return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-    # A matrix and its row statistics land together: two copies, two arrivals.
-    return Scratch(
-        key=tile(1, tiles.keys, sizes.H),
-        value=tile(1, tiles.keys, sizes.Hv),
-        query=tile(tiles.stages, tiles.queries, sizes.H),
-        dout=tile(tiles.dout_stages, tiles.queries, sizes.Hv),
-        lse2=plgpu.SMEM((tiles.stages, tiles.queries), jnp.float32),
-        delta=plgpu.SMEM((tiles.dout_stages, tiles.queries), jnp.float32),
-        ds=tile(2, tiles.keys, tiles.queries),
-        dquery=tile(CONSUMERS, HALF, HALF, dtype=jnp.float32),
-        barriers=Barriers(
-            kv_ready=plgpu.Barrier(num_arrivals=2),
-            q_ready=plgpu.Barrier(num_barriers=tiles.stages, num_arrivals=2),
-            q_free=plgpu.Barrier(num_barriers=tiles.stages, num_arrivals=CONSUMERS),
-            do_ready=plgpu.Barrier(num_barriers=tiles.dout_stages, num_arrivals=2),
-            do_free=plgpu.Barrier(num_barriers=tiles.dout_stages, num_arrivals=CONSUMERS),
-            exchange=plgpu.Barrier(num_arrivals=CONSUMERS),
-        ),
-    )
 
 
 def _opaque_zero() -> Index:
@@ -287,8 +202,7 @@ def _unit(problem: Problem, inputs: Inputs) -> Unit:
     """Decodes the grid: within a group of heads the key tiles with most work come first."""
     sizes, tiles = problem.sizes, problem.tiles
     index = lax.axis_index("unit")
-    heads = sizes.B * sizes.K
-    together = math.gcd(heads, tiles.heads_together)
+    together = _heads_together(problem)
     within = lax.rem(index, problem.key_tiles * together)
     batch_head = index // (problem.key_tiles * together) * together + lax.rem(within, together)
     key_tile = within // together
@@ -304,6 +218,26 @@ def _unit(problem: Problem, inputs: Inputs) -> Unit:
         # The ragged last query tile needs no mask: its missing rows have P = 0.
         full_hi = jnp.where(bounds.full_hi >= sizes.T, jnp.maximum(hi, full_lo), full_hi)
     return Unit(batch, kv_head, first_key, q_length, kv_length, lo, full_lo, full_hi, hi)
+
+
+def _heads_together(problem: Problem) -> int:
+    """Heads launched together: the longest unit of the last ones must not outlast the rest.
+
+    The last group starts when all but its share of the work is done, so that its share on each
+    multiprocessor must be at least one longest unit.
+    """
+    sizes, tiles = problem.sizes, problem.tiles
+    heads, wanted = sizes.B * sizes.K, tiles.heads_together
+    if wanted is None:
+        mask = Mask(is_causal=problem.mask.is_causal, window=problem.mask.window)
+        costs = []
+        for first in range(0, sizes.S, tiles.keys):
+            seen = mask.q_bounds(first, tiles.keys, q_length=sizes.T, kv_length=sizes.S)
+            seen = seen.in_tiles(tiles.queries)
+            costs.append(int(seen.hi - seen.lo) + 1)
+        balanced = max(costs) == min(costs)
+        wanted = 1 if balanced else pl.cdiv(MULTIPROCESSORS * max(costs), sum(costs))
+    return min(n for n in range(1, heads + 1) if heads % n == 0 and (n >= wanted or n == heads))
 
 
 def _load(problem: Problem, inputs: Inputs, scratch: Scratch, unit: Unit) -> None:
@@ -365,7 +299,9 @@ def _consume(
         def step(index: Index, _: None) -> None:
             _step(problem, scratch, outputs, unit, warpgroup, index, dk_acc, dv_acc)
 
-        lax.fori_loop(0, (unit.hi - unit.lo) * sizes.G, step, None)
+        steps = (unit.hi - unit.lo) * sizes.G
+        lax.fori_loop(0, steps, step, None)
+        _send_last_piece(problem, scratch, outputs, unit, warpgroup, steps - 1)
         return dk_acc[...], dv_acc[...]
 
     # By head dim: 64 keys, half of the columns. By keys: 64 keys, all columns.
@@ -386,10 +322,11 @@ def _step(
 ) -> None:
     """One query tile: five products, of which the last goes to memory."""
     tiles, barriers = problem.tiles, scratch.barriers
-    member, tile = unit.place(index, problem.sizes.G)
+    _, tile = unit.place(index, problem.sizes.G)
     slot, do_slot = _slot(index, tiles.stages), _slot(index, tiles.dout_stages)
     own = _own_rows(tiles, warpgroup)
     ds_slot = warpgroup + _opaque_zero() if tiles.by_head_dim else lax.rem(index, 2)
+    own_ds = scratch.ds.at[ds_slot, own]
     query, dout = scratch.query.at[slot], scratch.dout.at[do_slot]
     first_query = tile * tiles.queries
 
@@ -400,25 +337,27 @@ def _step(
         plgpu.barrier_wait(barriers.do_ready.at[do_slot])
         _silence(problem, dout, first_query, unit.q_length)
         plgpu.wgmma(dp_acc, scratch.value.at[_opaque_zero(), own], dout.T)
+        # The step before left its dQ in shared memory: it goes out behind these products.
+        _send_last_piece(problem, scratch, outputs, unit, warpgroup, index - 1)
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
         p = _probabilities(problem, scratch, unit, tile, slot, s, own)
         plgpu.wgmma(dv_acc, p.astype(problem.dtype), _columns(tiles, dout, warpgroup))
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
         delta = _over_columns(scratch.delta.at[do_slot], tiles.queries)
         ds = p * (dp - delta)
-        scratch.ds.at[ds_slot, own][...] = ds.astype(problem.dtype)
+        own_ds[...] = ds.astype(problem.dtype)
 
     shape = (HALF, tiles.queries)
     pl.run_scoped(gradients_of_logits, plgpu.ACC(shape), plgpu.ACC(shape))
     plgpu.commit_smem()
     if not tiles.by_head_dim:
         plgpu.barrier_arrive(barriers.exchange)
-    plgpu.wgmma(dk_acc, scratch.ds.at[ds_slot, own], _columns(tiles, query, warpgroup))
+    plgpu.wgmma(dk_acc, own_ds, _columns(tiles, query, warpgroup))
     plgpu.wgmma_wait(1)
     plgpu.barrier_arrive(barriers.do_free.at[do_slot])
     if not tiles.by_head_dim:
         plgpu.barrier_wait(barriers.exchange)
-    _query_gradient(problem, scratch, outputs, unit, warpgroup, member, first_query, ds_slot)
+    _query_gradient(problem, scratch, outputs, unit, warpgroup, index, ds_slot)
     plgpu.barrier_arrive(barriers.q_free.at[slot])
 
 
@@ -466,16 +405,19 @@ def _mask(problem: Problem, unit: Unit, tile: Index, own: Any, p: Any) -> Any:
     columns = plgpu.broadcasted_iota(jnp.int32, (HALF, CHUNK), 1, layout=layout)
     lo, hi = problem.mask.key_bounds(rows, q_length=unit.q_length, kv_length=unit.kv_length)
 
-    def from_here(bound: Any, column: Index) -> Any:
-        """A bound of each key, counted from the chunk's first query."""
-        start = tile * problem.tiles.queries + column
-        return lax.broadcast_in_dim(bound - start, (HALF, CHUNK), [0])
+    def beyond(bound: Any) -> Any:
+        """How far the first chunk's columns are past a bound: then each chunk compares with a
+        constant."""
+        bound = bound - tile * problem.tiles.queries
+        return columns - lax.broadcast_in_dim(bound, (HALF, CHUNK), [0])
 
+    past_hi = None if problem.every_later_query_sees else beyond(hi)
+    past_lo = None if lo is None else beyond(lo)
     parts = []
     for column in range(0, problem.tiles.queries, CHUNK):
-        seen = columns < from_here(hi, column)
-        if lo is not None:
-            seen &= columns >= from_here(lo, column)
+        seen = True if past_hi is None else past_hi < -column
+        if past_lo is not None:
+            seen &= past_lo >= -column
         part = lax.slice(p, (0, column), (HALF, column + CHUNK))
         parts.append(jnp.where(seen, part, 0.0))
     return jnp.concatenate(parts, axis=1)
@@ -487,29 +429,67 @@ def _query_gradient(
     outputs: Outputs,
     unit: Unit,
     warpgroup: Index,
-    member: Index,
-    first_query: Index,
+    index: Index,
     ds_slot: Index,
 ) -> None:
-    """This warpgroup's part of dQ_i, added to memory in pieces of 64 queries and 64 columns."""
-    sizes, tiles = problem.sizes, problem.tiles
-    head = unit.kv_head * sizes.G + member
-    staging = scratch.dquery.at[warpgroup]
+    """This warpgroup's part of dQ_i, in pieces of 64 x 64; the last stays in shared memory."""
+    tiles, width = problem.tiles, problem.tiles.width(problem.sizes.H)
     key = scratch.key.at[_opaque_zero()]
-    for rows, start in tiles.dquery_pieces(sizes.H, warpgroup):
-        columns = pl.ds(start, HALF)
+    products = tiles.dquery_products(problem.sizes.H, warpgroup)
+    for number, (rows, column) in enumerate(products):
 
-        def product(acc: Refs, rows: Any = rows, columns: Any = columns) -> Any:
+        def product(acc: Refs, rows: Any = rows, column: Any = column) -> Any:
             ds = scratch.ds.at[ds_slot, :, pl.ds(rows, HALF)]
-            plgpu.wgmma(acc, ds.T, key.at[:, columns])
+            plgpu.wgmma(acc, ds.T, key.at[:, pl.ds(column, width)])
             return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
-        dq = pl.run_scoped(product, plgpu.ACC((HALF, HALF)))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        staging[...] = dq
-        plgpu.commit_smem()
-        target = outputs.dquery.at[unit.batch, pl.ds(first_query + rows, HALF), head, columns]
-        plgpu.copy_smem_to_gmem(staging, target, reduction_op="add")
+        dq = pl.run_scoped(product, plgpu.ACC((HALF, width)))
+        for start in range(0, width, HALF):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            part = lax.slice(dq, (0, start), (HALF, start + HALF)) if width > HALF else dq
+            scratch.dquery.at[warpgroup][...] = part
+            if not (number == len(products) - 1 and start == width - HALF):
+                place = (rows, column + start)
+                _send(problem, scratch, outputs, unit, warpgroup, index, place)
+
+
+def _send_last_piece(
+    problem: Problem,
+    scratch: Scratch,
+    outputs: Outputs,
+    unit: Unit,
+    warpgroup: Index,
+    index: Index,
+) -> None:
+    """Send what `_query_gradient` of step `index` left behind, unless there was no such step."""
+    tiles, width = problem.tiles, problem.tiles.width(problem.sizes.H)
+    products = tiles.dquery_products(problem.sizes.H, warpgroup)
+    rows, column = products[-1]
+    place = (rows, column + width - HALF)
+    _send(problem, scratch, outputs, unit, warpgroup, index, place)
+
+
+def _send(
+    problem: Problem,
+    scratch: Scratch,
+    outputs: Outputs,
+    unit: Unit,
+    warpgroup: Index,
+    index: Index,
+    place: tuple[Any, Any],
+) -> None:
+    """Add the piece in shared memory to the dQ of step `index` (no step: nothing) at its place."""
+    member, tile = unit.place(jnp.maximum(index, 0), problem.sizes.G)
+    rows, column = place
+    target = outputs.dquery.at[
+        unit.batch,
+        pl.ds(tile * problem.tiles.queries + rows, HALF),
+        unit.kv_head * problem.sizes.G + member,
+        pl.ds(column, HALF),
+    ]
+    plgpu.commit_smem()
+    staging = scratch.dquery.at[warpgroup]
+    plgpu.copy_smem_to_gmem(staging, target, predicate=index >= 0, reduction_op="add")
 
 
 def _store(

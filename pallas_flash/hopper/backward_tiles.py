@@ -25,50 +25,54 @@ class BackwardTiles:
       by_head_dim: divide dK, dV and dQ between the two warpgroups by columns, with 64 keys per
         CTA, instead of by keys, with 128.
       stages, dout_stages: query and dO tiles in flight.
-      heads_together: key/value heads whose key tiles are launched together, longest first; a
-        larger number balances a causal mask, a smaller one keeps Q and dO in L2.
+      dquery_width: columns of dQ per matrix product, 64 or 128; the wider reads dS once less.
+      heads_together: key/value heads whose key tiles are launched together, longest first: more
+        balance a causal mask, fewer keep Q and dO in L2. None: the fewest that balance it.
     """
 
     queries: int = 64
     by_head_dim: bool = False
     stages: int = 2
     dout_stages: int = 2
-    heads_together: int = 1
+    dquery_width: int = 64
+    heads_together: int | None = None
 
     def __post_init__(self) -> None:
         if self.queries not in (64, 128):
             raise ValueError(f"queries must be 64 or 128, got {self.queries}")
+        if self.dquery_width not in (64, 128):
+            raise ValueError(f"dquery_width must be 64 or 128, got {self.dquery_width}")
         for name in ("stages", "dout_stages", "heads_together"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
 
     @property
     def keys(self) -> int:
         """Keys of one CTA."""
         return HALF if self.by_head_dim else 2 * HALF
 
-    def dquery_pieces(self, head_dim: int, warpgroup: Any) -> list[tuple[Any, Any]]:
-        """(first query, first column) of the 64 x 64 pieces of dQ that a warpgroup computes.
+    def dquery_products(self, head_dim: int, warpgroup: Any) -> list[tuple[Any, Any]]:
+        """(first query, first column) of each product of 64 x `width` that a warpgroup computes.
 
-        The pieces of one step are divided between two warpgroups, by columns where there are
-        enough of them.
+        The warpgroups divide dQ by columns, or by queries where there are only 64 columns.
 
-        >>> BackwardTiles().dquery_pieces(128, 1)
+        >>> BackwardTiles().dquery_products(128, 1)
         [(0, 64)]
-        >>> BackwardTiles(queries=128).dquery_pieces(64, 1)
+        >>> BackwardTiles(queries=128).dquery_products(64, 1)
         [(64, 0)]
-        >>> BackwardTiles(by_head_dim=True).dquery_pieces(256, 1)
+        >>> BackwardTiles(by_head_dim=True).dquery_products(256, 1)
         [(0, 128), (0, 192)]
         """
-        columns = head_dim // HALF
-        if columns == 1:
+        if head_dim == HALF:
             return [(warpgroup * HALF, 0)]
-        each = columns // 2
-        return [
-            (row, (warpgroup * each + piece) * HALF)
-            for row in range(0, self.queries, HALF)
-            for piece in range(each)
-        ]
+        rows, columns = range(0, self.queries, HALF), head_dim // 2
+        parts = range(0, columns, self.width(head_dim))
+        return [(row, warpgroup * columns + part) for row in rows for part in parts]
+
+    def width(self, head_dim: int) -> int:
+        """Columns of one product with dS, at most `dquery_width`."""
+        return min(self.dquery_width, max(HALF, head_dim // 2))
 
     def shared_bytes(self, head_dim: int, itemsize: int = 2) -> int:
         """Bytes of shared memory that a CTA needs.

@@ -53,6 +53,19 @@ def test_every_head_of_its_own_and_float16_lower():
     assert "@mosaic_gpu" in lower(call, default_backward_tiles(128))
 
 
+@pytest.mark.parametrize(
+    ("head_dim", "option"),
+    [
+        (256, {"dquery_width": 128}),
+        (128, {"heads_together": 2}),
+    ],
+    ids=str,
+)
+def test_every_option_lowers(head_dim, option):
+    tiles = dataclasses.replace(default_backward_tiles(head_dim), **option)
+    assert "@mosaic_gpu" in lower(abstract_call(head_dim, mask=Mask(is_causal=True)), tiles)
+
+
 def test_gradients_of_a_call_run_both_hopper_kernels(monkeypatch):
     monkeypatch.setattr(attention, "_device_property", {"core_count": 132}.get)
     call = abstract_call(128, mask=Mask(is_causal=True))
@@ -80,10 +93,16 @@ def test_what_the_backward_leaves_to_triton_is_named(change, names):
     assert names in str(attention.backward_unsupported(dataclasses.replace(call, **change)))
 
 
+@pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("head_dim", TUNED)
-def test_the_pieces_of_dquery_cover_a_tile_once(head_dim):
-    tiles = TUNED[head_dim]
-    pieces = [piece for warpgroup in (0, 1) for piece in tiles.dquery_pieces(head_dim, warpgroup)]
+def test_the_products_cover_dquery_once(head_dim, width):
+    tiles = dataclasses.replace(TUNED[head_dim], dquery_width=width)
+    pieces = [
+        (row, column + start)
+        for warpgroup in (0, 1)
+        for row, column in tiles.dquery_products(head_dim, warpgroup)
+        for start in range(0, tiles.width(head_dim), HALF)
+    ]
     corners = itertools.product(range(0, tiles.queries, HALF), range(0, head_dim, HALF))
     assert sorted(pieces) == sorted(corners)
 
@@ -107,7 +126,9 @@ def test_tiles_that_cannot_serve_raise_before_the_launch(tiles, head_dim, messag
         lower(abstract_call(head_dim), tiles)
 
 
-@pytest.mark.parametrize("field", [{"queries": 96}, {"stages": 0}, {"heads_together": 0}], ids=str)
+@pytest.mark.parametrize(
+    "field", [{"queries": 96}, {"stages": 0}, {"heads_together": 0}, {"dquery_width": 32}], ids=str
+)
 def test_bad_tiles_name_the_field(field):
     with pytest.raises(ValueError, match=next(iter(field))):
         BackwardTiles(**field)
