@@ -20,6 +20,7 @@ from experiments.data.loader import TokenDataset
 from experiments.data.packing import split_report
 from experiments.data.pipeline.build import run_build
 from experiments.data.pipeline.config import read_config
+from experiments.data.pipeline.finish import show_batch
 from experiments.data.pipeline.quality import train_from_files
 from experiments.data.pipeline.readers import ReadConfig, SourceConfig, find_files, read_file
 from experiments.data.pipeline.records import Tally
@@ -69,9 +70,18 @@ class Build:
     """What to read and which stages to run; paths in it start from its own folder."""
     workers: int | None = None
     """Processes; by default what the file says, else one per core. No byte depends on it."""
+    show_batch: int | None = None
+    """Print this batch of the finished build as text, instead of building."""
+    batch_size: int = 8
+    """Rows of the batch to show."""
 
     def run(self) -> None:
         config = read_config(self.config)
+        if self.show_batch is not None:
+            root = self.config.parent / config.out
+            size = self.batch_size
+            print(show_batch(root, config.pack, self.show_batch, batch_size=size, seed=config.seed))
+            return
         if self.workers is not None:
             config = dataclasses.replace(config, workers=self.workers)
         build = run_build(config, self.config.parent)

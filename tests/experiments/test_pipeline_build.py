@@ -14,9 +14,11 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
+import tokenizers
 
 from experiments.data import documents, load_dataset
 from experiments.data.documents import read_corpus
+from experiments.data.loader import open_dataset
 from experiments.data.pipeline import stages
 from experiments.data.pipeline.build import run_build
 from experiments.data.pipeline.classifier import train_classifier
@@ -51,6 +53,14 @@ bits = 16
 exempt = ["code"]
 [quality.classifier]
 model = "quality.npz"
+[tokenize]
+vocab_size = 300
+heldout_fraction = 0.2
+[mix]
+shares = {books = 0.75, code = 0.25}
+[pack]
+seq_len = 32
+method = "best-fit"
 """
 
 
@@ -144,6 +154,13 @@ def test_counts_add_up_and_the_result_is_a_corpus(project):
     assert [d.source for d in texts] == sorted(d.source for d in texts)
     data = load_dataset(result.root, cache_dir=project / "cache")
     assert data.counts("train").documents + data.counts("heldout").documents == len(texts)
+    store = open_dataset(result.root / "tokens.bin")
+    assert store.counts("train").documents + store.counts("heldout").documents == select.documents
+    report = json.loads((result.root / "report.json").read_text())["sections"]
+    assert report["Tokenizer"]["unknown tokens"] == 0
+    assert report["Tokenizer"]["of those, not equal to the text"] == 0
+    assert report["Tokenizer"]["documents decoded again"] > 0
+    assert [row["rows per period"] for row in report["Mixture"]] == [3, 1]
     page = (result.root / "report.html").read_text()
     assert "fewer than 30 words" in page
     assert "short" in page
@@ -291,8 +308,46 @@ def test_the_command_prints_a_line_per_stage_and_errors_in_one(project, capsys):
     out = capsys.readouterr().out
     assert "clean" in out
     assert "report.html" in out
+    show = ["build", str(project / "build.toml"), "--show-batch", "1234", "--batch-size", "4"]
+    assert main(show) == 0
+    batch = capsys.readouterr().out
+    assert [f"row {i}: " in batch for i in range(4)] == [True] * 4
+    assert batch.count(": books row") == 3
+    assert "the sea of" in batch
+    assert main(show) == 0
+    assert capsys.readouterr().out == batch
     (project / "build.toml").write_text("out = 3")
     assert main(["build", str(project / "build.toml")]) == 1
     error = textwrap.dedent(capsys.readouterr().err)
     assert error.startswith("error: ")
     assert error.count("\n") == 1
+
+
+def test_a_given_tokenizer_is_used_and_its_losses_counted(project):
+    (project / "small.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in TEXTS))
+    config = """
+out = "given"
+[[source]]
+name = "s"
+paths = ["small.jsonl"]
+[tokenize]
+tokenizer = "words.json"
+heldout_fraction = 0.5
+"""
+    (project / "build.toml").write_text(config)
+    (project / "words.json").write_text("{")
+    with pytest.raises(ValueError, match=r"tokenizer .*words\.json cannot be read"):
+        build(project, workers=1)
+    backend = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({"[UNK]": 0, "known": 1, "<|endoftext|>": 2}, unk_token="[UNK]")
+    )
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    backend.save(str(project / "words.json"))
+    result = build(project, workers=1)
+    found = result.sections["Tokenizer"]
+    assert found["vocabulary"] == 3
+    assert found["unknown tokens"] == len(TEXTS)
+    assert found["of those, not equal to the text"] == len(TEXTS)
+
+
+TEXTS = [f"known strange{i}" for i in range(10)]

@@ -18,6 +18,12 @@ from experiments.data.documents import MANIFEST_FORMAT, MANIFEST_NAME, write_jso
 from experiments.data.pipeline.clean import CleanStage
 from experiments.data.pipeline.config import BuildConfig
 from experiments.data.pipeline.duplicates import NearDuplicateStage, decide_near_duplicates
+from experiments.data.pipeline.finish import (
+    mix_sources,
+    packing_rows,
+    timed,
+    tokenize_shards,
+)
 from experiments.data.pipeline.quality import (
     THRESHOLDS,
     QualityClassifier,
@@ -76,6 +82,7 @@ class Build:
     pool: WorkerPool
     results: list[StageResult] = dataclasses.field(default_factory=list)
     sections: dict[str, Any] = dataclasses.field(default_factory=dict)
+    timings: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -146,7 +153,10 @@ def run_build(config: BuildConfig, base: Path, *, progress: bool = True) -> Buil
         if config.quality is not None:
             select_by_quality(build, base)
         write_manifest(build)
-        write_report(build.root, build_report(config, build.results, build.sections))
+        if config.tokenize is not None:
+            make_batches(build, base)
+        report = build_report(config, build.results, build.sections, build.timings)
+        write_report(build.root, report)
     return build
 
 
@@ -223,6 +233,23 @@ def select_by_quality(build: Build, base: Path) -> StageResult:
     found = read_json(result.folder / THRESHOLDS)
     build.sections["Quality scores: quantiles"] = found["quantiles"]
     return result
+
+
+def make_batches(build: Build, base: Path) -> None:
+    """The token store, the mixture and the report on packing."""
+    config = build.config
+    assert config.tokenize is not None
+    folder = f"{len(build.results) + 1}-tokenize"
+    tokenize = functools.partial(
+        tokenize_shards, build.root, build.shards, config.tokenize, base,
+        folder=folder, pool=build.pool,
+    )  # fmt: skip
+    build.sections |= timed(build.timings, "tokenize", tokenize)
+    rows = mix_sources(build.root, config.groups, config.mix)
+    build.sections["Mixture"] = rows
+    packing = functools.partial(packing_rows, build.root, config.pack)
+    title = f"Packing into rows of {config.pack.seq_len}, used: {config.pack.method}"
+    build.sections[title] = timed(build.timings, "pack", packing)
 
 
 def group_files(files: Sequence[InputFile], limit: int) -> Iterator[tuple[InputFile, ...]]:

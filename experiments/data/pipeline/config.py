@@ -8,11 +8,14 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from experiments.data.mixing import MixConfig
 from experiments.data.near_duplicates import NearDuplicateConfig
 from experiments.data.pipeline.clean import CleanConfig
+from experiments.data.pipeline.finish import PackConfig
 from experiments.data.pipeline.quality import QualityConfig
 from experiments.data.pipeline.readers import ReadConfig, SourceConfig
 from experiments.data.pipeline.tables import ConfigError, from_table
+from experiments.data.pipeline.tokenize import TokenizeConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +32,9 @@ class BuildConfig:
       near_duplicates: drops all but one of each cluster of similar documents.
       held_out: text (``[[held_out]]``, as sources) that no document may resemble.
       quality: scores by perplexity and classifier, thresholds by quantile.
+      tokenize: trains or takes a tokenizer and writes the token store.
+      mix: the proportions of the sources in batches, once there is a store.
+      pack: how tokens become rows.
     """
 
     out: str
@@ -40,6 +46,9 @@ class BuildConfig:
     near_duplicates: NearDuplicateConfig | None = None
     held_out: tuple[SourceConfig, ...] = ()
     quality: QualityConfig | None = None
+    tokenize: TokenizeConfig | None = None
+    mix: MixConfig = dataclasses.field(default_factory=MixConfig)
+    pack: PackConfig = dataclasses.field(default_factory=PackConfig)
 
     def __post_init__(self) -> None:
         if self.workers is not None and self.workers < 1:
@@ -54,6 +63,11 @@ class BuildConfig:
         if self.held_out and self.near_duplicates is None:
             raise ValueError("[[held_out]] needs [near_duplicates], which says what resembles")
         _check_sources(self, set(names), where="")
+
+    @property
+    def groups(self) -> dict[str, str]:
+        """The group of every source."""
+        return {source.name: source.group or source.name for source in self.source}
 
     @property
     def processes(self) -> int:

@@ -68,12 +68,14 @@ class SourceConfig:
       format: ``auto`` goes by suffix (``.jsonl``, ``.parquet``, text, code; before ``.gz``
         or ``.zst``); another one takes every file below ``paths`` for it.
       text_field: the column that holds the text, in JSONL and Parquet.
+      group: what recipes of a mixture give shares to; by default the name.
     """
 
     name: str
     paths: tuple[str, ...]
     format: Format = "auto"
     text_field: str = "text"
+    group: str | None = None
 
     def __post_init__(self) -> None:
         if not self.name or "/" in self.name:

@@ -27,7 +27,10 @@ summary { cursor: pointer; } .id { color: #666; font-size: 85%; } .bad { color: 
 
 
 def build_report(
-    config: BuildConfig, results: Sequence[StageResult], sections: dict[str, Any]
+    config: BuildConfig,
+    results: Sequence[StageResult],
+    sections: dict[str, Any],
+    timings: dict[str, float],
 ) -> dict[str, Any]:
     """The report as JSON values; all but ``timing`` is the same for any number of workers.
 
@@ -36,6 +39,7 @@ def build_report(
       results: of the stages, in order.
       sections: more to show, by title: dicts become tables of two columns, lists of dicts
         tables with a head, text paragraphs.
+      timings: seconds of what is no stage over documents, by name.
     """
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     workers = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
@@ -68,6 +72,7 @@ def build_report(
                 }
                 for result in results
             },
+            "seconds": timings,
         },
     }
 
