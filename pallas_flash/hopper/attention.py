@@ -78,6 +78,9 @@ def backward_unsupported(call: AttentionCall) -> str | None:
     Triton's backward serves the rest: it needs the same residuals.
     """
     sizes = call.sizes
+    argument = beyond_foundation(call)
+    if argument is not None or call.bias is not None or call.mask.dense is not None:
+        return f"{argument or 'bias or a dense mask'}; it takes plain calls"
     if sizes.Hv != sizes.H or sizes.H not in backward_tiles.TUNED:
         return f"head dims {sizes.H} and {sizes.Hv}; it takes equal ones of 64, 128 or 256"
     if call.deterministic:
