@@ -44,6 +44,9 @@ min_words = 30
 exempt = ["code"]
 [clean.personal]
 [near_duplicates]
+[substrings]
+min_bytes = 500
+min_rest = 20
 [[held_out]]
 name = "benchmark"
 paths = ["benchmark.txt"]
@@ -132,15 +135,17 @@ def test_a_wrong_configuration_is_named(project, change, message):
 def test_counts_add_up_and_the_result_is_a_corpus(project):
     result = build(project, workers=1)
     names = [stage.name for stage in result.results]
-    assert names == ["read", "clean", "near_duplicates", "score", "select"]
-    read, clean, near, score, select = result.results
+    assert names == ["read", "clean", "near_duplicates", "substrings", "score", "select"]
+    read, clean, near, cut, score, select = result.results
     for before, after in itertools.pairwise(result.results):
         assert after.documents + sum(after.tally.dropped.values()) == before.documents
     assert set(near.tally.dropped) == {"near duplicate", "resembles held-out text"}
     cleaned, unique = ([r.text for r in ShardStream(result.root, s.shards)] for s in (clean, near))
     assert len(set(cleaned)) <= len(cleaned) - 14  # the book that was copied
     assert len(set(unique)) == len(unique)
-    assert score.documents == near.documents
+    assert score.documents == cut.documents
+    assert 0 < cut.tally.changed["bytes of repeats cut"] < near.bytes - cut.bytes + 1
+    assert near.bytes - cut.bytes == cut.tally.bytes_dropped
     assert select.tally.dropped
     record = next(iter(result.stream()))
     assert record.notes["perplexity"] > 1

@@ -17,7 +17,14 @@ from typing import Any, ClassVar
 from experiments.data.documents import MANIFEST_FORMAT, MANIFEST_NAME, write_json
 from experiments.data.pipeline.clean import CleanStage
 from experiments.data.pipeline.config import BuildConfig
-from experiments.data.pipeline.duplicates import NearDuplicateStage, decide_near_duplicates
+from experiments.data.pipeline.duplicates import (
+    COUNTS,
+    DECISIONS,
+    NearDuplicateStage,
+    SubstringStage,
+    decide_cuts,
+    decide_near_duplicates,
+)
 from experiments.data.pipeline.finish import (
     mix_sources,
     packing_rows,
@@ -148,8 +155,11 @@ def run_build(config: BuildConfig, base: Path, *, progress: bool = True) -> Buil
         read_sources(build, base)
         if config.clean is not None:
             build.run_on_shards(CleanStage(config.clean))
+        held = Held.of(config, base)
         if config.near_duplicates is not None:
-            drop_near_duplicates(build, base)
+            drop_near_duplicates(build, held)
+        if config.substrings is not None:
+            cut_substrings(build, held)
         if config.quality is not None:
             select_by_quality(build, base)
         write_manifest(build)
@@ -183,28 +193,66 @@ def file_digests(files: Sequence[InputFile]) -> list[list[Any]]:
     ]  # fmt: skip
 
 
-def drop_near_duplicates(build: Build, base: Path) -> StageResult:
+def drop_near_duplicates(build: Build, held: Held) -> StageResult:
     """Near duplicates within the corpus, and of the held-out sources."""
     config = build.config.near_duplicates
     assert config is not None
-    tally = Tally()
-    held_files = [f for source in build.config.held_out for f in find_files(source, base, tally)]
-    read = build.config.read
     stream = build.stream()
 
     def prepare(folder: Path) -> None:
-        held = [record for file in held_files for record in read_file(file, read, tally)]
-        if tally.faults:  # a benchmark that was not read would pass for one that is clean
-            raise BuildError(f"held-out text cannot all be read: {dict(tally.faults)}")
-        decide_near_duplicates(folder, stream, config, held=held, workers=build.config.processes)
+        workers = build.config.processes
+        decide_near_duplicates(folder, stream, config, held=held.read(), workers=workers)
 
-    result = build.run_on_shards(
-        NearDuplicateStage(config), inputs=file_digests(held_files), prepare=prepare
-    )
-    decisions = read_json(result.folder / "decisions.json")
+    result = build.run_on_shards(NearDuplicateStage(config), inputs=held.digests, prepare=prepare)
+    decisions = read_json(result.folder / DECISIONS)
     build.sections["Near duplicates"] = decisions["counts"]
     build.sections["Near duplicates: chance that a pair becomes a candidate"] = decisions["curve"]
     return result
+
+
+def cut_substrings(build: Build, held: Held) -> StageResult:
+    """Exact repeats within the corpus, and of the held-out sources."""
+    config = build.config.substrings
+    assert config is not None
+    stream = build.stream()
+
+    def prepare(folder: Path) -> None:
+        decide_cuts(folder, stream, config, held=held.read(), workers=build.config.processes)
+
+    result = build.run_on_shards(SubstringStage(config), inputs=held.digests, prepare=prepare)
+    build.sections["Exact substrings"] = read_json(result.folder / COUNTS)
+    return result
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """The held-out text of a build."""
+
+    files: tuple[InputFile, ...]
+    config: ReadConfig
+
+    @classmethod
+    def of(cls, config: BuildConfig, base: Path) -> Held:
+        tally = Tally()
+        files = tuple(f for source in config.held_out for f in find_files(source, base, tally))
+        _check_all_read(tally)
+        return cls(files, config.read)
+
+    @property
+    def digests(self) -> list[list[Any]]:
+        return file_digests(self.files)
+
+    def read(self) -> list[Record]:
+        """All of it; raises BuildError when some cannot be read."""
+        tally = Tally()
+        records = [record for file in self.files for record in read_file(file, self.config, tally)]
+        _check_all_read(tally)
+        return records
+
+
+def _check_all_read(tally: Tally) -> None:
+    if tally.faults:  # a benchmark that was not read would pass for one that is clean
+        raise BuildError(f"held-out text cannot all be read: {dict(tally.faults)}")
 
 
 def select_by_quality(build: Build, base: Path) -> StageResult:

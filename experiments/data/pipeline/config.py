@@ -16,6 +16,7 @@ from experiments.data.pipeline.quality import QualityConfig
 from experiments.data.pipeline.readers import ReadConfig, SourceConfig
 from experiments.data.pipeline.tables import ConfigError, from_table
 from experiments.data.pipeline.tokenize import TokenizeConfig
+from experiments.data.substrings import SubstringConfig
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,8 @@ class BuildConfig:
       read: how files become documents.
       clean: repair, rules, language, toxicity, personal data.
       near_duplicates: drops all but one of each cluster of similar documents.
-      held_out: text (``[[held_out]]``, as sources) that no document may resemble.
+      substrings: cuts text that repeats exactly, but for its first time.
+      held_out: text (``[[held_out]]``, as sources) that no document may resemble or repeat.
       quality: scores by perplexity and classifier, thresholds by quantile.
       tokenize: trains or takes a tokenizer and writes the token store.
       mix: the proportions of the sources in batches, once there is a store.
@@ -44,6 +46,7 @@ class BuildConfig:
     read: ReadConfig = dataclasses.field(default_factory=ReadConfig)
     clean: CleanConfig | None = None
     near_duplicates: NearDuplicateConfig | None = None
+    substrings: SubstringConfig | None = None
     held_out: tuple[SourceConfig, ...] = ()
     quality: QualityConfig | None = None
     tokenize: TokenizeConfig | None = None
@@ -60,8 +63,10 @@ class BuildConfig:
             raise ValueError("at least one [[source]] is needed")
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"source names must be unique, got {', '.join(twice)} twice")
-        if self.held_out and self.near_duplicates is None:
-            raise ValueError("[[held_out]] needs [near_duplicates], which says what resembles")
+        if self.held_out and self.near_duplicates is None and self.substrings is None:
+            raise ValueError(
+                "[[held_out]] needs [near_duplicates] or [substrings]: they look at it"
+            )
         _check_sources(self, set(names), where="")
 
     @property

@@ -1,4 +1,4 @@
-"""Near duplicates as a stage: one decision over all documents, then a filter over shards."""
+"""Duplicates as stages: one decision over all documents, then its execution shard by shard."""
 
 from __future__ import annotations
 
@@ -9,12 +9,17 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
+
 from experiments.data.documents import Document, write_json
 from experiments.data.near_duplicates import NearDuplicateConfig, near_duplicates
 from experiments.data.pipeline.records import Record, Tally, read_records
 from experiments.data.pipeline.stages import Unit
+from experiments.data.substrings import SubstringConfig, repeated_substrings
 
 DECISIONS = "decisions.json"
+CUTS = "cuts.npz"
+COUNTS = "counts.json"
 
 
 def decide_near_duplicates(
@@ -82,3 +87,90 @@ class NearDuplicateStage:
             kept, is_held_out, similarity = decision
             reason = "resembles held-out text" if is_held_out else "near duplicate"
             tally.drop(reason, record, f"{similarity:.3f} like {kept}")
+
+
+def decide_cuts(
+    folder: Path,
+    documents: Iterable[Document],
+    config: SubstringConfig,
+    *,
+    held: Sequence[Document],
+    workers: int,
+) -> None:
+    """Writes ``cuts.npz`` (document, first and last byte of each cut) and ``counts.json``.
+
+    Args:
+      folder: of the stage; nothing happens when the files are there.
+      documents: of the corpus; may be iterated again.
+      config: which repeats are cut.
+      held: documents whose text is cut from the others.
+      workers: threads.
+    """
+    if (folder / COUNTS).is_file():
+        return
+    found = repeated_substrings(documents, config, held_out=held or None, workers=workers)
+    rows = [
+        (index, start, end)
+        for index, document in enumerate(documents)
+        for start, end in found.spans(len(held) + index, document.text.encode())
+    ]
+    temporary = folder / f"{CUTS}.tmp"
+    with temporary.open("wb") as file:
+        np.savez_compressed(file, cuts=np.array(rows, dtype=np.int64).reshape(-1, 3))
+    temporary.replace(folder / CUTS)
+    names = ("documents", "bytes", "candidate_bytes", "partitions", "largest_partition")
+    counts = {name.replace("_", " "): getattr(found.stats, name) for name in names}
+    counts["spans cut"] = len(rows)
+    counts["bytes cut"] = sum(end - start for _, start, end in rows)
+    write_json(folder / COUNTS, counts)
+
+
+@functools.lru_cache(maxsize=1)
+def _cuts(path: Path, time_ns: int) -> np.ndarray:
+    with np.load(path) as arrays:
+        return arrays["cuts"]
+
+
+@dataclasses.dataclass(frozen=True)
+class SubstringStage:
+    """Cuts what ``decide_cuts`` decided on; a document of which too little is left is dropped."""
+
+    config: SubstringConfig
+    name: ClassVar[str] = "substrings"
+    version: ClassVar[int] = 1
+
+    @property
+    def settings(self) -> SubstringConfig:
+        return self.config
+
+    def records(self, unit: Unit, root: Path, folder: Path, tally: Tally) -> Iterator[Record]:
+        shard, first = unit.payload
+        path = folder / CUTS
+        cuts = _cuts(path, path.stat().st_mtime_ns)
+        limits = functools.partial(np.searchsorted, cuts[:, 0])
+        for index, record in enumerate(read_records(root / shard), start=first):
+            spans = cuts[limits(index, side="left") : limits(index, side="right"), 1:].tolist()
+            kept = cut_spans(record, spans, self.config, tally) if spans else record
+            if kept is not None:
+                yield kept
+
+
+def cut_spans(
+    record: Record, spans: list[list[int]], config: SubstringConfig, tally: Tally
+) -> Record | None:
+    """A record without the given bytes; None when too little is left."""
+    data = record.text.encode()
+    limits = [0, *(limit for span in spans for limit in span), len(data)]
+    pieces = [data[a:b].decode() for a, b in zip(limits[::2], limits[1::2], strict=True) if a < b]
+    text = config.joint.join(pieces)
+    if sum(map(len, text.split())) < config.min_rest:
+        tally.drop("nothing but repeats", record)
+        return None
+    start, end = spans[0]
+    tally.change("documents with repeats cut")
+    tally.change("bytes of repeats cut", sum(b - a for a, b in spans))
+    tally.bytes_dropped += len(data) - len(text.encode())
+    tally.sample(
+        "documents with repeats cut", record.id, data[start:end].decode(), f"{end - start} bytes"
+    )
+    return dataclasses.replace(record, text=text)
