@@ -121,6 +121,11 @@ class Repeats:
     offsets: Int64[np.ndarray, " d_plus_1"]
     stats: SubstringStats
 
+    def touches(self, index: int) -> bool:
+        """Whether anything is cut from document `index`."""
+        start, end = self.offsets[index : index + 2].tolist()
+        return bool(self.cuts.within(start, end))
+
     def spans(self, index: int, data: bytes) -> list[tuple[int, int]]:
         """Bytes to cut of document `index`, whose UTF-8 text is `data`, at character boundaries.
 
@@ -226,6 +231,9 @@ def _cut_all(
     stats = found.stats
     for index, item in enumerate(documents):
         document = item if isinstance(item, Document) else Document(f"{index}", "", item)
+        if not found.touches(first + index):
+            yield document
+            continue
         data = _encode(document.text)
         spans = found.spans(first + index, data)
         if not spans:
