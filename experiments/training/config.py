@@ -156,9 +156,11 @@ def differences(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> list[
 
 
 def run_of(path: str | Path) -> Path:
-    """The run folder that a path names: itself, its `checkpoints`, or one of them."""
-    path = Path(path)
-    for candidate in (path, path.parent, path.parent.parent):
-        if (candidate / "checkpoints").is_dir():
-            return candidate
-    raise ValueError(f"{path} is no run folder: it holds no checkpoints/")
+    """A path, if it is the folder of a run.
+
+    Raises:
+      ValueError: it is not.
+    """
+    if not (Path(path) / "checkpoints").is_dir():
+        raise ValueError(f"{path} is no run folder: it holds no checkpoints/")
+    return Path(path)

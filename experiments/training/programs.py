@@ -27,6 +27,8 @@ from models.decoder import init_params
 from models.sharding import BATCH, check_batch, shardings
 
 TOKENS = P(None, BATCH, None)  # A, B, T + 1: a last axis that context does not divide
+# Numbers of a schedule are arguments; equal ones keep schedules of one shape in one cache entry.
+_NO_STEPS: dict[str, Any] = {"total_steps": 0, "warmup_steps": 0, "cooldown_steps": 0}
 ROWS = P(BATCH, "context")  # inputs and targets of a microbatch
 
 
@@ -110,7 +112,7 @@ class Programs:
             mesh,
             separator,
             config.xla_options,
-            _arguments(config.schedule.make(), 1.0),
+            _arguments(replace(config.schedule.make(), peak=1.0, **_NO_STEPS), 1.0),
         )
         self.used: dict[Any, Compiled] = {}
         for phase in config.curriculum().phases:
