@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -40,6 +39,7 @@ from experiments.data.pipeline.quality import (
     prepare_thresholds,
 )
 from experiments.data.pipeline.readers import (
+    COMPRESSED,
     InputFile,
     ReadConfig,
     SourceConfig,
@@ -60,7 +60,7 @@ from experiments.data.pipeline.stages import (
     run_stage,
 )
 
-logger = logging.getLogger(__name__)
+COMPRESSION = 4  # of text by gzip and zstd, roughly: it only shapes the units of work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -301,15 +301,16 @@ def make_batches(build: Build, base: Path) -> None:
 
 
 def group_files(files: Sequence[InputFile], limit: int) -> Iterator[tuple[InputFile, ...]]:
-    """Runs of files of one source, of at most ``limit`` bytes on disk or one file each."""
+    """Runs of files of one source, of about ``limit`` bytes of text or one file each."""
     group: list[InputFile] = []
     size = 0
     for file in files:
-        if group and (file.source != group[0].source or size + file.size > limit):
+        text = file.size * (COMPRESSION if file.path.suffix in COMPRESSED else 1)
+        if group and (file.source != group[0].source or size + text > limit):
             yield tuple(group)
             group, size = [], 0
         group.append(file)
-        size += file.size
+        size += text
     if group:
         yield tuple(group)
 

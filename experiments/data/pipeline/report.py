@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import html
-import resource
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from experiments.data.documents import write_json
 from experiments.data.pipeline.config import BuildConfig
 from experiments.data.pipeline.records import digest_of
-from experiments.data.pipeline.stages import StageResult
+from experiments.data.pipeline.stages import StageResult, peak_memory_mb
 
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem;
@@ -41,8 +40,6 @@ def build_report(
         tables with a head, text paragraphs.
       timings: seconds of what is no stage over documents, by name.
     """
-    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    workers = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     # Where it ran is no part of what came out.
     plain = dataclasses.asdict(dataclasses.replace(config, workers=None, out=""))
     return {
@@ -62,12 +59,12 @@ def build_report(
         "sections": sections,
         "timing": {
             "workers": config.processes,
-            "peak_memory_mb": {"this process": own // 1024, "largest worker": workers // 1024},
+            "peak_memory_mb": peak_memory_mb(),
             "stages": {
                 result.name: {
                     "seconds": round(result.seconds, 2),
                     "cpu_seconds": round(result.cpu_seconds, 2),
-                    "mb_per_second": round(result.bytes / 1e6 / max(result.seconds, 1e-3), 2),
+                    "peak_memory_mb": result.peak_memory_mb,
                     "was_finished_before": result.cached,
                 }
                 for result in results
@@ -101,7 +98,8 @@ def render(report: dict[str, Any]) -> str:
         "<!doctype html><meta charset=utf-8><title>Corpus build</title>",
         f"<style>{STYLE}</style><h1>Corpus build</h1>",
         f"<p>Configuration <code>{report['config_sha256'][:12]}</code>, "
-        f"{report['timing']['workers']} workers.</p>",
+        f"{report['timing']['workers']} workers, {report['timing']['peak_memory_mb']:,} MB in the "
+        "main process.</p>",
         "<h2>Stages</h2>",
         table(_stage_rows(report)),
         "<h2>Text by source, MB after each stage</h2>",
@@ -116,6 +114,7 @@ def render(report: dict[str, Any]) -> str:
 
 def _stage_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
+    before = None
     for stage in report["stages"]:
         timing = report["timing"]["stages"][stage["name"]]
         rows.append(
@@ -126,10 +125,22 @@ def _stage_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
                 "documents dropped": sum(stage["dropped"].values()),
                 "MB dropped": stage["bytes_dropped"] / 1e6,
                 "unreadable": sum(stage["faults"].values()),
-                "seconds": "done before" if timing["was_finished_before"] else timing["seconds"],
+                **_rates(timing, stage["bytes"] if before is None else before),
             }
         )
+        before = stage["bytes"]
     return rows
+
+
+def _rates(timing: dict[str, Any], size: int) -> dict[str, Any]:
+    """Wall time, MB of input per second of it, and memory of the largest worker."""
+    if timing["was_finished_before"]:
+        return {"seconds": "done before", "MB/s": "", "worker's memory, MB": ""}
+    return {
+        "seconds": timing["seconds"],
+        "MB/s": size / 1e6 / max(timing["seconds"], 1e-3),
+        "worker's memory, MB": timing["peak_memory_mb"],
+    }
 
 
 def _source_rows(stages: list[dict[str, Any]]) -> list[dict[str, Any]]:

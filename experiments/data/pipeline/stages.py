@@ -16,6 +16,7 @@ import json
 import logging
 import multiprocessing
 import os
+import resource
 import shutil
 import threading
 import time
@@ -78,7 +79,11 @@ class Stage(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class StageResult:
-    """What a stage made, in the order of its units; ``seconds`` is wall time of this run."""
+    """What a stage made, in the order of its units.
+
+    ``seconds`` is wall time of this run; ``peak_memory_mb`` that of the largest process that
+    worked on a unit, at the end of it.
+    """
 
     name: str
     folder: Path
@@ -87,6 +92,7 @@ class StageResult:
     fingerprint: str
     seconds: float
     cpu_seconds: float
+    peak_memory_mb: int
     cached: bool
 
     @property
@@ -163,16 +169,19 @@ def run_stage(
             (pool or WorkerPool()).run(task, left, label=stage.name)
         shards: list[Shard] = []
         tally = Tally()
-        cpu = 0.0
+        cpu, memory = 0.0, 0
         for unit in units:
             record = json.loads((place / f"{unit.key}.json").read_text(encoding="utf-8"))
             shards += [Shard(**row) for row in record["shards"]]
             tally.merge(Tally.from_json(record["tally"]))
             cpu += record["cpu_seconds"]
+            memory = max(memory, record["peak_memory_mb"])
         if not cached:
             write_json(place / "stage.json", {"shards": len(shards), "tally": tally.to_json()})
     seconds = time.monotonic() - start
-    return StageResult(stage.name, place, tuple(shards), tally, fingerprint, seconds, cpu, cached)
+    return StageResult(
+        stage.name, place, tuple(shards), tally, fingerprint, seconds, cpu, memory, cached
+    )
 
 
 class clean_stop:
@@ -215,8 +224,14 @@ class _Task:
             "shards": shards,
             "tally": tally.to_json(),
             "cpu_seconds": round(time.process_time() - start, 3),
+            "peak_memory_mb": peak_memory_mb(),
         }
         write_json(self.root / self.folder / f"{unit.key}.json", record)
+
+
+def peak_memory_mb() -> int:
+    """The most resident memory that this process has had so far, in MB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1000
 
 
 def write_shards(
