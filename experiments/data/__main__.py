@@ -1,4 +1,4 @@
-"""The data command: corpus, build, train-quality, tokenize, show, info or sample."""
+"""The data command: corpus, build, dedup, train-quality, tokenize, show, info or sample."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from experiments.console import run_main
 from experiments.data import corpus as corpus_building
 from experiments.data.dataset import SAMPLE_DIR, build_store, load_dataset
 from experiments.data.debian import PackageError, Packages
+from experiments.data.dedup import Dedup
 from experiments.data.documents import CorpusError, read_manifest
 from experiments.data.loader import TokenDataset
 from experiments.data.packing import split_report
@@ -257,6 +258,7 @@ def print_dataset(dataset: TokenDataset) -> None:
 Command = (
     Annotated[Corpus, tyro.conf.subcommand("corpus")]
     | Annotated[Build, tyro.conf.subcommand("build")]
+    | Annotated[Dedup, tyro.conf.subcommand("dedup")]
     | Annotated[TrainQuality, tyro.conf.subcommand("train-quality")]
     | Annotated[Tokenize, tyro.conf.subcommand("tokenize")]
     | Annotated[Show, tyro.conf.subcommand("show")]
