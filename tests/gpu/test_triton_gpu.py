@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import time
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +11,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from pallas_flash import reference, vjp
-from pallas_flash.call import AttentionCall
+from pallas_flash import block_mask, reference, vjp
+from pallas_flash.call import AttentionCall, Gradients
 from pallas_flash.mask import Mask
+from pallas_flash.mods import INDICES, Mod
 from pallas_flash.triton.attention import Kernels
 
 pytestmark = [
@@ -42,14 +45,13 @@ def random_call(*, B=1, T=1024, S=None, N=4, K=2, H=64, Hv=None, dtype="bfloat16
         query=normal(B, T, N, H),
         key=normal(B, S or T, K, H),
         value=normal(B, S or T, K, Hv or H),
-        static_scale=H**-0.5,
-        **fields,
+        **{"static_scale": H**-0.5, **fields},
     )
 
 
 def outcome(call, run):
     """Output, LSE and gradients of a call, float32."""
-    names = [name for name in ("query", "key", "value", "bias") if getattr(call, name) is not None]
+    names = [name for name in Gradients._fields if getattr(call, name) is not None]
 
     def loss(arrays):
         out, lse = run(dataclasses.replace(call, **arrays))
@@ -61,6 +63,8 @@ def outcome(call, run):
 
     arrays = {name: getattr(call, name) for name in names}
     grads, (out, lse) = jax.jit(jax.grad(loss, has_aux=True))(arrays)
+    if "score_mod" in grads:
+        grads["score_mod"] = jnp.concatenate([x.ravel() for x in grads["score_mod"].captured])
     return {
         name: np.asarray(x, np.float32) for name, x in {"out": out, "lse": lse, **grads}.items()
     }
@@ -147,6 +151,132 @@ def test_bias_and_its_gradient(mask, shape):
 def test_dense_mask(shape):
     dense = jax.random.bernoulli(jax.random.key(1), 0.5, shape)
     check(random_call(B=2, T=500, S=700, mask=Mask(is_causal=True, dense=dense)))
+
+
+# ---- every further argument ---------------------------------------------------------------------
+
+T, S = 300, 430
+TABLE = jnp.sin(jnp.arange(4 * 11.0)).reshape(4, 11)
+PER_HEAD = jnp.array([0.5, -0.3, 2.0, 0.01])
+
+
+def ids(size):
+    """Two rows of packed documents, the second one padded at its end."""
+    row = jnp.arange(size) // 90
+    return jnp.stack([row, jnp.where(jnp.arange(size) < size - 40, row // 2, -1)]).astype(jnp.int32)
+
+
+def by_distance(score, b, n, i, j):
+    """Reads a captured array by element and as a scalar; has a branch and its own derivative."""
+    near = lax.cond(i - j < 5, lambda: 1.0, lambda: 0.5)
+    table = TABLE[n, jnp.clip(i - j + 5, 0, 10)] * (b + 1)
+    return score + jax.nn.relu(score) * TABLE[0, 3] * near + table
+
+
+def documents(b, n, i, j):
+    return (i // 64 == j // 64) | (TABLE[n, j % 11] > 0.5)
+
+
+SEGMENTS: dict[str, Any] = {"query_segment_ids": ids(T), "key_value_segment_ids": ids(S)}
+STAIRS = block_mask(lambda b, n, i, j: (i // 64 == j // 64) | (j < 5), T=T, S=S)
+FEATURES: dict[str, dict[str, Any]] = {
+    "segments": {"mask": Mask(**SEGMENTS)},
+    "packed causal": {
+        "mask": Mask(is_causal=True, window=(50, None), **SEGMENTS,
+                     query_positions=jnp.tile(jnp.arange(T) % 90, (2, 1)),
+                     key_value_positions=jnp.tile(jnp.arange(S) % 90, (2, 1))),
+    },
+    "positions": {
+        "mask": Mask(is_causal=True, query_positions=jnp.stack([jnp.arange(T) + 99,
+                                                                jnp.arange(T)[::-1]])),
+        "alibi_slopes": jnp.abs(PER_HEAD) / 8,
+    },
+    "soft cap": {"soft_cap": 2.0, "mask": MASKS["causal"]},
+    "sinks": {"sinks": PER_HEAD, "mask": Mask(window=(4, 0), key_value_lengths=jnp.array([9, 0]))},
+    "alibi": {"alibi_slopes": jnp.abs(PER_HEAD) / 8, "mask": MASKS["bottom right"]},
+    "traced scale": {"static_scale": None, "traced_scale": jnp.float32(0.3)},
+    "dropout": {"dropout_rate": 0.3, "dropout_seed": jnp.array([7, 2**31 + 5], jnp.uint32)},
+    "score_mod": {"score_mod": Mod.trace("score_mod", by_distance, jnp.float32, *INDICES)},
+    "mask_mod": {"mask": Mask(mask_mod=Mod.trace("mask_mod", documents, *INDICES))},
+    "block mask": {"mask": Mask(mask_mod=STAIRS.mod, blocks=STAIRS)},
+}  # fmt: skip
+FEATURES["everything"] = {
+    **FEATURES["dropout"], **FEATURES["score_mod"], **FEATURES["traced scale"], "soft_cap": 3.0,
+    "sinks": PER_HEAD, "alibi_slopes": jnp.abs(PER_HEAD) / 8,
+    "bias": jnp.where(jnp.arange(S) % 7 == 0, -jnp.inf, jnp.cos(jnp.arange(S)))[None, None, None],
+    "mask": Mask(is_causal=True, **SEGMENTS, mask_mod=FEATURES["mask_mod"]["mask"].mask_mod,
+                 key_value_lengths=jnp.array([400, 333])),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_argument(feature, dtype):
+    call = random_call(B=2, T=T, S=S, dtype=dtype, **FEATURES[feature])
+    check(call, tolerance=3e-5 if dtype == "float32" else 3e-2)
+
+
+def test_poison_in_padding_segments_never_leaks():
+    call = random_call(B=2, T=T, S=S, dtype="float32", sinks=PER_HEAD, mask=Mask(**SEGMENTS))
+
+    def poison(array, ids):
+        return jnp.where((ids < 0)[:, :, None, None], jnp.nan, array)
+
+    check(
+        dataclasses.replace(
+            call,
+            query=poison(call.query, ids(T)),
+            key=poison(call.key, ids(S)),
+            value=poison(call.value, ids(S)),
+        ),
+        tolerance=3e-5,
+    )
+
+
+def test_skipped_segments_cost_nothing():
+    """Thirty-two documents of 512 take far less time than one of 16,384."""
+
+    def milliseconds(document):
+        ids = (jnp.arange(16384) // document)[None]
+        mask = Mask(query_segment_ids=ids, key_value_segment_ids=ids)
+        call = random_call(T=16384, N=8, K=8, mask=mask)
+
+        def loss(arrays):
+            return jnp.sum(COMPILED(dataclasses.replace(call, **arrays))[0].astype(jnp.float32))
+
+        step = jax.jit(jax.grad(loss))
+        arrays = {"query": call.query, "key": call.key, "value": call.value}
+        jax.block_until_ready(step(arrays))
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            jax.block_until_ready(step(arrays))
+            times.append(time.perf_counter() - start)
+        return 1e3 * min(times)
+
+    assert 4 * milliseconds(512) < milliseconds(16384)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_errors_are_at_most_twice_those_of_dense_attention_in_that_dtype(dtype):
+    call = random_call(T=512, N=2, K=2, H=64, dtype=dtype, mask=MASKS["causal"])
+
+    def dense(call):
+        q, k, v = call.query, call.key, call.value
+        logits = jnp.einsum("btnh,bsnh->bnts", q, k, preferred_element_type=jnp.float32)
+        visible = jnp.tril(jnp.ones((512, 512), bool))
+        logits = jnp.where(visible, logits * call.static_scale, -jnp.inf)
+        lse = jax.nn.logsumexp(logits, axis=-1)
+        p = jnp.exp(logits - lse[..., None]).astype(q.dtype)
+        return jnp.einsum("bnts,bsnh->btnh", p, v).astype(q.dtype), lse
+
+    exact = jax.tree.map(lambda x: x.astype(jnp.float32), call)
+    want, ours, theirs = (
+        outcome(exact, reference.forward), outcome(call, COMPILED), outcome(call, dense),
+    )  # fmt: skip
+    for name in ("out", "query", "key", "value"):
+        error, allowed = (np.abs(got[name] - want[name]).max() for got in (ours, theirs))
+        assert error <= 2 * allowed, f"{name}: error {error:.2e}, dense {allowed:.2e}"
 
 
 def test_gradients_are_the_same_bit_for_bit_every_time():
