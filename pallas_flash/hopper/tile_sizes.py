@@ -32,6 +32,10 @@ class ForwardTiles:
         next query tile cannot be fetched early.
       cluster: CTAs that take neighbouring query tiles and share each key and value tile by
         multicast, so that each reads half of them from L2; 1 or 2.
+      rescale_above: leave O unscaled until a row maximum has grown by more than this, in log2
+        (see `pallas_flash.hopper.softmax`); 0 rescales with every key tile.
+      early_key_wait: wait for the next key tile in front of the wait for O += P V, which keeps
+        ptxas from moving the latter above the exponentials.
       pingpong: make the warpgroups take turns at issuing their matrix products.
     """
 
@@ -41,6 +45,8 @@ class ForwardTiles:
     query_in_registers: bool = True
     output_in_query: bool = False
     cluster: int = 1
+    rescale_above: float = 0.0
+    early_key_wait: bool = False
     pingpong: bool = False
 
     def __post_init__(self) -> None:
@@ -50,6 +56,8 @@ class ForwardTiles:
             raise ValueError(f"stages must be at least 2, got {self.stages}")
         if self.consumers not in (2, 3):
             raise ValueError(f"consumers must be 2 or 3, got {self.consumers}")
+        if not 0.0 <= self.rescale_above <= 8.0:
+            raise ValueError(f"rescale_above must be from 0 to 8, got {self.rescale_above}")
         if self.cluster not in (1, 2):
             raise ValueError(f"cluster must be 1 or 2, got {self.cluster}")
 
@@ -71,8 +79,7 @@ class ForwardTiles:
         query = self.queries * head_dim
         ring = self.stages * self.keys * (head_dim + value_dim)
         output = 0 if self.output_in_query else self.queries * value_dim
-        lse = 4 * self.queries
-        return (query + ring + output) * itemsize + lse + SMEM_OVERHEAD
+        return (query + ring + output) * itemsize + SMEM_OVERHEAD
 
     def check(self, head_dim: int, value_dim: int) -> None:
         """Raise before the launch when the tiles cannot fit.
@@ -81,7 +88,7 @@ class ForwardTiles:
         Traceback (most recent call last):
         ...
         ValueError: ForwardTiles(keys=256, stages=2, consumers=2) with head dims 128 and 128 need \
-329216 bytes of shared memory, a CTA has 232448: use fewer keys, stages or consumers
+328704 bytes of shared memory, a CTA has 232448: use fewer keys, stages or consumers
         """
         need = self.shared_bytes(head_dim, value_dim)
         if need > SMEM_LIMIT:
@@ -96,7 +103,7 @@ class ForwardTiles:
 
 # (head dim, value dim) -> tiles, timed on an H200; see experiments/LOG.md.
 TUNED = {
-    (64, 64): ForwardTiles(keys=128, consumers=3, query_in_registers=False, cluster=2),
+    (64, 64): ForwardTiles(keys=128, consumers=3, query_in_registers=False, early_key_wait=True),
     (128, 128): ForwardTiles(keys=128, consumers=2, query_in_registers=True, cluster=2),
     (256, 256): ForwardTiles(
         keys=64, consumers=2, query_in_registers=False, output_in_query=True, cluster=2
@@ -109,7 +116,7 @@ def default_forward_tiles(head_dim: int, value_dim: int) -> ForwardTiles:
 
     >>> default_forward_tiles(192, 128)
     ForwardTiles(keys=64, stages=2, consumers=2, query_in_registers=False, \
-output_in_query=False, cluster=1, pingpong=False)
+output_in_query=False, cluster=1, rescale_above=0.0, early_key_wait=False, pingpong=False)
     """
     tuned = TUNED.get((head_dim, value_dim))
     if tuned is not None:

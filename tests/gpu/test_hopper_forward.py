@@ -1,11 +1,17 @@
 """The Hopper forward compiled on its GPU: `pytest -m gpu tests/gpu`."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import pallas_flash
+from pallas_flash import api
+from pallas_flash.hopper import attention
+from pallas_flash.hopper.forward import forward
+from pallas_flash.hopper.tile_sizes import TUNED, ForwardTiles, default_forward_tiles
 from pallas_flash.shapes import Case
 
 pytestmark = [
@@ -63,6 +69,19 @@ def attend(arrays, others, implementation):
         )
 
     return jax.jit(run)(arrays)
+
+
+def ask_kernel(arrays, others, tiles: ForwardTiles | None = None):
+    """Output and LSE of the kernel itself, also for what `unsupported` still withholds."""
+
+    def run(arrays, others):
+        call = api.build_call(*arrays, **others)
+        out, lse = attention.forward(call) if tiles is None else forward(call, tiles)
+        return out, lse.transpose(0, 2, 1)
+
+    static = {name: x for name, x in others.items() if not isinstance(x, jax.Array)}
+    traced = {name: x for name, x in others.items() if isinstance(x, jax.Array)}
+    return jax.jit(lambda arrays, traced: run(arrays, {**static, **traced}))(arrays, traced)
 
 
 def relative_error(got, want) -> float:
@@ -161,3 +180,132 @@ def test_repeats_are_bitwise_equal():
     first = np.asarray(attend(arrays, others, "mosaic")[0])
     for _ in range(20):
         np.testing.assert_array_equal(np.asarray(attend(arrays, others, "mosaic")[0]), first)
+
+
+def packed(B: int, L: int, documents: int, padding: int = 0, seed: int = 0) -> jax.Array:
+    """Ids of documents of random lengths, one behind the other, then padding."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for _ in range(B):
+        ends = np.sort(rng.choice(np.arange(1, L - padding), documents - 1, replace=False))
+        ids = np.searchsorted(ends, np.arange(L), side="right")
+        ids[L - padding :] = -1
+        rows.append(ids)
+    return jnp.asarray(np.stack(rows), jnp.int32)
+
+
+def slopes(N: int) -> jax.Array:
+    return jnp.asarray(2.0 ** -np.linspace(1, 8, N), jnp.float32)
+
+
+def sinks(N: int) -> jax.Array:
+    return jnp.linspace(-2.0, 6.0, N)
+
+
+def segments(case: Case, **how) -> dict:
+    return {
+        "query_segment_ids": packed(case.B, case.T, **how),
+        "key_value_segment_ids": packed(case.B, case.S, **how),
+    }
+
+
+def same_segments(case: Case, **how) -> dict:
+    ids = packed(case.B, case.T, **how)
+    return {"query_segment_ids": ids, "key_value_segment_ids": ids}
+
+
+def shuffled_segments(case: Case) -> dict:
+    rng = np.random.default_rng(3)
+    ids = [jnp.asarray(rng.integers(-1, 4, (case.B, L)), jnp.int32) for L in (case.T, case.S)]
+    return dict(zip(("query_segment_ids", "key_value_segment_ids"), ids, strict=True))
+
+
+def with_features() -> dict:
+    """Name -> (case, further arguments)."""
+    a = Case("a", B=2, T=700, S=700, N=4, K=2, H=128, is_causal=True)
+    b = Case("b", B=2, T=600, S=500, N=2, K=2, H=64)
+    c = Case("c", B=2, T=520, S=520, N=2, K=1, H=256, is_causal=True)
+    w = Case("w", B=2, T=1000, S=1000, N=2, K=2, H=64, is_causal=True, window=(150, 0))
+    lengths = Case("l", B=3, T=500, S=600, N=2, K=2, H=128, q_lengths=True, kv_lengths=True)
+    far = Case("f", B=1, T=4096, S=4096, N=2, K=2, H=128, is_causal=True)
+    return {
+        "cap": (a, {"logits_soft_cap": 5.0, "scale": 0.3}),
+        "cap-negative-scale": (b, {"logits_soft_cap": 3.0, "scale": -0.3}),
+        "cap-lengths": (lengths, {"logits_soft_cap": 30.0}),
+        "sinks": (a, {"sinks": sinks(4)}),
+        "sinks-window": (w, {"sinks": sinks(2)}),
+        "sinks-lengths": (lengths, {"sinks": sinks(2)}),
+        "alibi": (a, {"alibi_slopes": slopes(4)}),
+        "alibi-full": (b, {"alibi_slopes": slopes(2)}),
+        "alibi-256": (c, {"alibi_slopes": slopes(2)}),
+        "alibi-cap-lengths": (lengths, {"alibi_slopes": slopes(2), "logits_soft_cap": 10.0}),
+        "packed": (a, same_segments(a, documents=5)),
+        "packed-padding": (b, segments(b, documents=4, padding=40)),
+        "packed-256": (c, same_segments(c, documents=3, padding=9)),
+        "packed-window": (w, same_segments(w, documents=4)),
+        "packed-lengths": (lengths, segments(lengths, documents=3)),
+        "packed-long": (far, same_segments(far, documents=9)),
+        "shuffled-ids": (b, shuffled_segments(b)),
+        "one-document": (a, same_segments(a, documents=1)),
+        "everything": (
+            w,
+            {
+                **same_segments(w, documents=4),
+                "alibi_slopes": slopes(2),
+                "sinks": sinks(2),
+                "logits_soft_cap": 10.0,
+            },
+        ),
+    }
+
+
+FEATURES = with_features()
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_semantics_have_the_errors_of_bfloat16(name):
+    case, more = FEATURES[name]
+    arrays, others = draw(case)
+    others |= more
+    want, want_lse = attend([x.astype(jnp.float32) for x in arrays], others, "reference")
+    out, lse = ask_kernel(arrays, others)
+    assert relative_error(out, want) < 6e-3
+    want_lse, lse = np.asarray(want_lse), np.asarray(lse)
+    finite = np.isfinite(want_lse)
+    assert (np.isfinite(lse) == finite).all()
+    # The soft cap's tanh is the hardware's: 2**-11 of the logit.
+    close = 3e-3 if "logits_soft_cap" in others else 1e-3
+    np.testing.assert_allclose(lse[finite], want_lse[finite], rtol=0, atol=close)
+
+
+@pytest.mark.parametrize("H", TUNED)
+@pytest.mark.parametrize("growth", [0.02, 0.5, 40.0], ids=str)
+@pytest.mark.parametrize("threshold", [0.0, 8.0])
+def test_a_stale_maximum_changes_no_error(H, growth, threshold):
+    """Logits that grow along the visited keys (last first): slowly, past the threshold, at once."""
+    case = Case("stale", T=400, S=1100, N=2, K=2, H=H[0])
+    (q, k, v), others = draw(case)
+    ramp = 1 + growth * jnp.arange(case.S, 0, -1)[:, None, None] / case.S
+    arrays = [q, (k * ramp).astype(k.dtype), v]
+    tiles = dataclasses.replace(default_forward_tiles(*H), rescale_above=threshold)
+    want, want_lse = attend([x.astype(jnp.float32) for x in arrays], others, "reference")
+    out, lse = ask_kernel(arrays, others, tiles)
+    assert relative_error(out, want) < 5e-3
+    np.testing.assert_allclose(np.asarray(lse), np.asarray(want_lse), rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        ForwardTiles(cluster=1),
+        ForwardTiles(keys=192, output_in_query=True, query_in_registers=False, cluster=2),
+        ForwardTiles(keys=64, consumers=3, query_in_registers=False, cluster=2),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("case", [CASES[1], CASES[2], CASES[7], CASES[11]], ids=lambda c: c.name)
+def test_other_tiles_give_the_same_answer(case, tiles):
+    arrays, others = draw(case)
+    want, _ = ask_kernel(arrays, others)
+    out, _ = ask_kernel(arrays, others, tiles)
+    assert relative_error(out, want) < 4e-3

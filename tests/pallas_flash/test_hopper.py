@@ -7,16 +7,24 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import ABSTRACT_MASKS as MASKS
 from problems import abstract
 
 import pallas_flash
-from pallas_flash.call import AttentionCall
+from pallas_flash.call import AttentionCall, Sizes
 from pallas_flash.hopper import attention, work
 from pallas_flash.hopper.forward import forward
-from pallas_flash.hopper.tile_sizes import SMEM_LIMIT, TUNED, ForwardTiles, default_forward_tiles
+from pallas_flash.hopper.operands import operands
+from pallas_flash.hopper.problem import Problem
+from pallas_flash.hopper.tile_sizes import (
+    ROWS,
+    SMEM_LIMIT,
+    TUNED,
+    ForwardTiles,
+    default_forward_tiles,
+)
 from pallas_flash.mask import Mask
 
 
@@ -49,11 +57,35 @@ def test_every_tuned_configuration_lowers_for_cuda(head_dims, mask):
         ForwardTiles(consumers=3, keys=64, pingpong=True, query_in_registers=False),
         ForwardTiles(output_in_query=True),
         ForwardTiles(cluster=2, stages=2, query_in_registers=False),
+        ForwardTiles(rescale_above=8.0, stages=3),
     ],
     ids=str,
 )
 def test_every_option_lowers_for_cuda(tiles):
     assert "@mosaic_gpu" in lower(abstract_call(64, 64, mask=Mask(is_causal=True)), tiles)
+
+
+IDS = {"query_segment_ids": abstract((2, 328), jnp.int32)}
+IDS |= {"key_value_segment_ids": abstract((2, 200), jnp.int32)}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"soft_cap": 30.0, "mask": MASKS["causal"], "sinks": abstract((4,), jnp.float32)},
+        {"alibi_slopes": abstract((4,), jnp.float32), "static_scale": -0.3},
+        {
+            "mask": dataclasses.replace(MASKS["lengths"], **IDS),
+            "soft_cap": 5.0,
+            "sinks": abstract((4,), jnp.bfloat16),
+            "alibi_slopes": abstract((4,), jnp.float32),
+        },
+    ],
+    ids=lambda fields: "-".join(fields),
+)
+def test_every_semantic_lowers_for_cuda(fields):
+    text = lower(abstract_call(128, 128, **fields), default_forward_tiles(128, 128))
+    assert text.count("@mosaic_gpu") == 1
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3])
@@ -80,7 +112,16 @@ def test_tiles_over_budget_raise_before_the_launch_with_the_bytes():
 
 
 @pytest.mark.parametrize(
-    "field", [{"keys": 96}, {"keys": 320}, {"stages": 1}, {"consumers": 4}, {"cluster": 3}], ids=str
+    "field",
+    [
+        {"keys": 96},
+        {"keys": 320},
+        {"stages": 1},
+        {"consumers": 4},
+        {"cluster": 3},
+        {"rescale_above": 9.0},
+    ],
+    ids=str,
 )
 def test_bad_tiles_name_the_field(field):
     with pytest.raises(ValueError, match=next(iter(field))):
@@ -149,6 +190,66 @@ def test_causal_lists_leave_no_worker_idle():
         table = work.work_lists(heads, costs, workers, group)
         loads = [sum(costs[e % len(costs)] for e in row if e != work.END) for row in table]
         assert max(loads) <= 1.02 * np.mean(loads)
+
+
+@given(
+    causal=st.booleans(),
+    right=st.none() | st.sampled_from([0, 1, 64, 128]),
+    alignment=st.sampled_from(["top_left", "bottom_right"]),
+    T=st.sampled_from([1, 64, 200, 256, 321]),
+    S=st.sampled_from([1, 100, 128, 320, 384]),
+    keys=st.sampled_from([64, 128, 192]),
+)
+def test_loops_without_masks_have_only_full_tiles(causal, right, alignment, T, S, keys):
+    """What `masks_first_only` promises: all key tiles but the first visited are full."""
+    mask = Mask(is_causal=causal, window=(None, right), causal_alignment=alignment)
+    tiles = ForwardTiles(keys=keys)
+    problem = Problem(Sizes(1, T, S, 1, 1, 64, 64), mask, 1.0, tiles, 132, jnp.bfloat16)
+    assert problem.masks_first_only or (causal and alignment == "bottom_right") or right
+    if not problem.masks_first_only:
+        return
+    for row in range(0, T, ROWS):
+        bounds = mask.kv_bounds(row, ROWS, q_length=T, kv_length=S).in_tiles(keys)
+        i = np.arange(row, min(row + ROWS, T))[:, None]  # rows past T are not stored
+        for tile in range(bounds.lo, bounds.hi - 1):
+            j = np.arange(tile * keys, (tile + 1) * keys)
+            assert np.all(mask.visible(i, j, q_length=T, kv_length=S))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    T=st.just(300),
+    causal=st.booleans(),
+    ordered=st.booleans(),
+)
+def test_segment_tables_hold_every_visible_tile_and_only_full_ones_as_full(
+    seed, T, causal, ordered
+):
+    rng, S = np.random.default_rng(seed), 200
+    ids = [rng.integers(-1, rng.integers(1, 4), L).astype(np.int32) for L in (T, S)]
+    if ordered:
+        ids = [np.sort(x) for x in ids]
+    q_ids, k_ids = (jnp.asarray(x[None]) for x in ids)
+    mask = Mask(is_causal=causal, query_segment_ids=q_ids, key_value_segment_ids=k_ids)
+    tiles = ForwardTiles(keys=64, cluster=2)
+    sizes = Sizes(1, T, S, 4, 2, 64, 64)
+    problem = Problem(sizes, mask, 1.0, tiles, 132, jnp.bfloat16)
+    found = operands(abstract_call(64, 64, T=T, S=S, mask=mask), problem)
+    rows = np.asarray(found.rows).reshape(-1, 4)
+    units = np.asarray(found.units).reshape(-1, 2)
+    seen = np.zeros((problem.padded_rows, 384), bool)
+    seen[:T, :S] = (ids[0][:, None] == ids[1]) & (ids[0][:, None] >= 0)
+    if causal:
+        seen &= np.arange(len(seen))[:, None] >= np.arange(384)
+    shown = seen.reshape(len(rows), ROWS, -1, 64)
+    for n, (lo, full_lo, full_hi, hi) in enumerate(rows):
+        visible = np.flatnonzero(shown[n].any(axis=(0, 2)))
+        assert all(lo <= tile < hi for tile in visible)
+        assert all(shown[n][:, tile].all() for tile in range(full_lo, full_hi))
+        first, last = units[n * ROWS // (tiles.queries * tiles.cluster)]
+        assert last > first
+        assert all(first <= tile < last for tile in visible)
 
 
 @given(
