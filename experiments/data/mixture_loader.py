@@ -12,7 +12,9 @@ Rows are windows of a source's stream (``MixtureBatches``) or rows of whole docu
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Sequence
+from typing import SupportsIndex
 
 import numpy as np
 from jaxtyping import Int32, Int64
@@ -170,6 +172,27 @@ def mixture_batches(
         MixtureSchedule(tuple(counts)), rows, batch_size, seed, process_index, process_count
     )
     return MixtureBatches(tuple(streams), seq_len, order)
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchSource:
+    """The first ``steps`` batches as a sequence, which is what Grain calls a random-access source.
+
+    ``grain.MapDataset.source(BatchSource(batches, steps))`` then prefetches in threads, and its
+    checkpoint is the step. Nothing here needs Grain.
+    """
+
+    batches: MixtureBatches | PackedBatches
+    steps: int
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, step: SupportsIndex) -> np.ndarray | PackedBatch:
+        index = operator.index(step)
+        if not 0 <= index < self.steps:
+            raise IndexError(f"step must lie in [0, {self.steps}), got {index}")
+        return self.batches.batch_at(index)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,6 +10,7 @@ from experiments.data.documents import Document
 from experiments.data.loader import dataset_from_store
 from experiments.data.mixing import MixtureSchedule
 from experiments.data.mixture_loader import (
+    BatchSource,
     RowOrder,
     mixture_batches,
     packed_batches,
@@ -126,3 +127,26 @@ def test_wrong_arguments_are_named(dataset):
     good = mixture_batches(streams, (1, 1, 1), batch_size=3, seq_len=8, seed=0)
     with pytest.raises(ValueError, match="step must not be negative"):
         good.batch_at(-1)
+
+
+def test_batches_are_a_sequence(dataset):
+    streams = list(source_streams(dataset).values())
+    batches = mixture_batches(streams, (1, 1, 1), batch_size=3, seq_len=8, seed=0)
+    source = BatchSource(batches, 5)
+    assert len(source) == 5
+    np.testing.assert_array_equal(source[np.int64(3)], batches.batch_at(3))
+    with pytest.raises(IndexError, match=r"step must lie in \[0, 5\), got 5"):
+        source[5]
+
+
+def test_grain_takes_them_and_its_checkpoint_is_the_step(dataset):
+    grain = pytest.importorskip("grain", reason="Grain is optional")
+    streams = list(source_streams(dataset).values())
+    batches = mixture_batches(streams, (1, 1, 1), batch_size=3, seq_len=8, seed=0)
+    iterator = iter(grain.MapDataset.source(BatchSource(batches, 50)).to_iter_dataset())
+    for step in range(7):
+        np.testing.assert_array_equal(next(iterator), batches.batch_at(step))
+    state = iterator.get_state()
+    again = iter(grain.MapDataset.source(BatchSource(batches, 50)).to_iter_dataset())
+    again.set_state(state)
+    np.testing.assert_array_equal(next(again), batches.batch_at(7))
