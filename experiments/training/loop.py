@@ -13,7 +13,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +88,7 @@ class Trainer:
       config: the run.
       dataset: its tokens.
       source: batches by data index, when not those of the dataset (to inject faults).
+      devices: to spread the run over; None for all.
       stop: asked after every step; True ends the run after a checkpoint.
     """
 
@@ -97,6 +98,7 @@ class Trainer:
         dataset: TokenDataset,
         *,
         source: BatchSource | None = None,
+        devices: Sequence[Any] | None = None,
         stop: Callable[[], bool] = lambda: False,
     ):
         self.config, self.stop = config, stop
@@ -105,7 +107,7 @@ class Trainer:
             dataset, self.curriculum, seed=config.data.seed, accumulation=config.accumulation
         )
         separator = dataset.tokenizer.eos_id if config.data.document_mask else None
-        self.programs = Programs(config, make_mesh(config.mesh), separator=separator)
+        self.programs = Programs(config, make_mesh(config.mesh, devices), separator=separator)
         self.fingerprint = dataset.fingerprint
         self.total = config.schedule.total_steps
         device = self.programs.mesh.devices.flat[0]
