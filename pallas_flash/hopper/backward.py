@@ -33,7 +33,7 @@ dQ is summed by atomic additions in an order that changes from run to run: its l
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,26 +43,32 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_flash.call import AttentionCall, Gradients
+from pallas_flash.hopper.backward_operands import row_statistics, sink_gradient, small_operands
 from pallas_flash.hopper.backward_problem import (
     CONSUMERS,
-    LOG2_E,
+    Index,
     Inputs,
     Outputs,
     Problem,
+    Refs,
     Scratch,
+    Unit,
     scratch_types,
 )
+from pallas_flash.hopper.backward_softmax import (
+    Keys,
+    keys_of,
+    over_columns,
+    own_rows,
+    probabilities,
+)
 from pallas_flash.hopper.backward_tiles import HALF, BackwardTiles
-from pallas_flash.mask import Mask, row_lengths
+from pallas_flash.mask import Mask
 
 TMA_ROWS = 8
 """Rows of a swizzled tile: sequences reach TMA in multiples of this."""
-CHUNK = 8
-"""Columns masked at a time: their indices take four registers, a whole tile's would spill."""
 MULTIPROCESSORS = 132
 """Of an H100 or H200 (SXM); only the order of the work depends on it."""
-Refs = Any
-Index = Any
 
 
 def backward(
@@ -83,43 +89,35 @@ def backward(
 
     Memory beyond inputs and outputs: one float32 dQ and two float32 numbers for each query row.
     """
-    sizes, mask, dtype = call.sizes, call.mask, call.query.dtype
+    sizes, dtype = call.sizes, call.query.dtype
     tiles.check(sizes.H)
     assert call.static_scale is not None  # a traced scale is refused before
-    fields = jax.tree.map(lambda _: 0, mask)
-    problem = Problem(sizes, fields, call.static_scale, tiles, dtype)
-    lse2, delta = _row_statistics(problem, out, lse, dout, dlse)
-    lengths = None
-    if mask.has_lengths:
-        lengths = jnp.concatenate(
-            [
-                row_lengths(mask.query_lengths, sizes.B, sizes.T),
-                row_lengths(mask.key_value_lengths, sizes.B, sizes.S),
-            ]
-        )
-    query, key, value = (_whole_rows(x) for x in (call.query, call.key, call.value))
-    inputs = Inputs(lengths, query, key, value, _whole_rows(dout.astype(dtype)), lse2, delta)
+    problem = Problem(
+        sizes=sizes,
+        mask=jax.tree.map(lambda _: 0, call.mask),
+        scale=call.static_scale,
+        tiles=tiles,
+        dtype=dtype,
+        soft_cap=call.soft_cap,
+        has_alibi=call.alibi_slopes is not None,
+    )
+    lse2, delta = row_statistics(call, out, lse, dout, dlse)
+    rows = ((0, 0), (0, 0), (0, -sizes.T % tiles.queries))
+    inputs = small_operands(call, problem)._replace(
+        query=_whole_rows(call.query),
+        key=_whole_rows(call.key),
+        value=_whole_rows(call.value),
+        dout=_whole_rows(dout.astype(dtype)),
+        lse2=jnp.pad(lse2, rows, constant_values=jnp.inf),
+        delta=jnp.pad(delta, rows),
+    )
     dkey, dvalue, dquery = _launch(problem, inputs)
     return Gradients(
         query=(dquery[:, : sizes.T] * problem.scale).astype(dtype),
         key=dkey[:, : sizes.S],
         value=dvalue[:, : sizes.S],
+        sinks=None if call.sinks is None else sink_gradient(call.sinks, lse2, delta),
     )
-
-
-def _row_statistics(
-    problem: Problem, out: Array, lse: Array, dout: Array, dlse: Array | None
-) -> tuple[Array, Array]:
-    """LSE in base 2 and D, (B, N, T) padded to whole query tiles."""
-    delta = jnp.einsum("btnh,btnh->bnt", out, dout, preferred_element_type=jnp.float32)
-    if dlse is not None:
-        delta -= dlse
-    unseen = lse == -jnp.inf
-    # dO may be NaN behind a sequence's end, and 0 * NaN would pass it on.
-    delta = jnp.where(unseen, 0.0, delta)
-    lse2 = jnp.where(unseen, jnp.inf, lse * LOG2_E)
-    rows = ((0, 0), (0, 0), (0, -problem.sizes.T % problem.tiles.queries))
-    return jnp.pad(lse2, rows, constant_values=jnp.inf), jnp.pad(delta, rows)
 
 
 def _whole_rows(x: Array) -> Array:
@@ -131,7 +129,7 @@ def _whole_rows(x: Array) -> Array:
 def _launch(problem: Problem, inputs: Inputs) -> tuple[Array, Array, Array]:
     sizes = problem.sizes
     launch = plgpu.kernel(
-        functools.partial(_kernel, problem),
+        functools.partial(_kernel, problem, inputs.present),
         out_type=(
             jax.ShapeDtypeStruct(inputs.key.shape, problem.dtype),
             jax.ShapeDtypeStruct(inputs.value.shape, problem.dtype),
@@ -145,8 +143,7 @@ def _launch(problem: Problem, inputs: Inputs) -> tuple[Array, Array, Array]:
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )
     dquery = jax.new_ref(jnp.zeros(inputs.query.shape, jnp.float32))
-    given = inputs if inputs.lengths is not None else inputs[1:]
-    dkey, dvalue = launch(*given, dquery)
+    dkey, dvalue = launch(*(getattr(inputs, name) for name in inputs.present), dquery)
     return dkey, dvalue, dquery[...]
 
 
@@ -158,31 +155,9 @@ def _opaque_zero() -> Index:
 # ---- the kernel ---------------------------------------------------------------------------------
 
 
-class Unit(NamedTuple):
-    """The key tile of this CTA and the query tiles that see it."""
-
-    batch: Index
-    kv_head: Index
-    first_key: Index
-    q_length: Index
-    kv_length: Index
-    lo: Index  # query tiles [lo, hi) see it, in each query head of the group
-    full_lo: Index  # those in [full_lo, full_hi) without masking
-    full_hi: Index
-    hi: Index
-
-    def place(self, step: Index, group: int) -> tuple[Index, Index]:
-        """Query head within the group and query tile of a step."""
-        if group == 1:
-            return jnp.int32(0), self.lo + step
-        count = jnp.maximum(self.hi - self.lo, 1)
-        return step // count, self.lo + lax.rem(step, count)
-
-
-def _kernel(problem: Problem, *refs: Refs) -> None:
-    names = len(Inputs._fields) - (0 if problem.mask.has_lengths else 1)
-    given, (dquery, dkey, dvalue, *scratch) = refs[:names], refs[names:]
-    inputs = Inputs(*given) if problem.mask.has_lengths else Inputs(None, *given)
+def _kernel(problem: Problem, present: tuple[str, ...], *refs: Refs) -> None:
+    given, (dquery, dkey, dvalue, *scratch) = refs[: len(present)], refs[len(present) :]
+    inputs = Inputs(**dict(zip(present, given, strict=True)))
     outputs, scratch = Outputs(dkey, dvalue, dquery), Scratch(*scratch)
     unit = _unit(problem, inputs)
     warpgroup = lax.axis_index("warpgroup")
@@ -195,7 +170,7 @@ def _kernel(problem: Problem, *refs: Refs) -> None:
     @pl.when(warpgroup < CONSUMERS)
     def _() -> None:
         plgpu.set_max_registers(240, action="increase")
-        _consume(problem, scratch, outputs, unit, warpgroup)
+        _consume(problem, inputs, scratch, outputs, unit, warpgroup)
 
 
 def _unit(problem: Problem, inputs: Inputs) -> Unit:
@@ -212,11 +187,16 @@ def _unit(problem: Problem, inputs: Inputs) -> Unit:
     if inputs.lengths is not None:
         q_length, kv_length = inputs.lengths[batch], inputs.lengths[sizes.B + batch]
     first_key = key_tile * tiles.keys
-    bounds = problem.mask.q_bounds(first_key, tiles.keys, q_length=q_length, kv_length=kv_length)
-    lo, full_lo, full_hi, hi = bounds.in_tiles(tiles.queries)
-    if not problem.mask.has_lengths and bounds.hi is not None:
-        # The ragged last query tile needs no mask: its missing rows have P = 0.
-        full_hi = jnp.where(bounds.full_hi >= sizes.T, jnp.maximum(hi, full_lo), full_hi)
+    if inputs.bounds is not None:
+        start = 4 * (batch * problem.key_tiles + key_tile)
+        lo, full_lo, full_hi, hi = (inputs.bounds[start + k] for k in range(4))
+    else:
+        lengths = {"q_length": q_length, "kv_length": kv_length}
+        bounds = problem.mask.q_bounds(first_key, tiles.keys, **lengths)
+        lo, full_lo, full_hi, hi = bounds.in_tiles(tiles.queries)
+        if not problem.mask.has_lengths:
+            # The ragged last query tile needs no mask: its missing rows have P = 0.
+            full_hi = jnp.where(bounds.full_hi >= sizes.T, jnp.maximum(hi, full_lo), full_hi)
     return Unit(batch, kv_head, first_key, q_length, kv_length, lo, full_lo, full_hi, hi)
 
 
@@ -229,7 +209,7 @@ def _heads_together(problem: Problem) -> int:
     sizes, tiles = problem.sizes, problem.tiles
     heads, wanted = sizes.B * sizes.K, tiles.heads_together
     if wanted is None:
-        mask = Mask(is_causal=problem.mask.is_causal, window=problem.mask.window)
+        mask = Mask(is_causal=problem.mask.is_causal, window=problem.mask.window)  # static part
         costs = []
         for first in range(0, sizes.S, tiles.keys):
             seen = mask.q_bounds(first, tiles.keys, q_length=sizes.T, kv_length=sizes.S)
@@ -282,22 +262,35 @@ def _load(problem: Problem, inputs: Inputs, scratch: Scratch, unit: Unit) -> Non
             plgpu.copy_gmem_to_smem(
                 vector.at[unit.batch, head, rows], targets[1].at[slot], ready.at[slot]
             )
+        if inputs.query_ids is not None:
+            slot = lax.rem(index, tiles.stages)
+            plgpu.copy_gmem_to_smem(
+                inputs.query_ids.at[unit.batch, rows],
+                scratch.query_ids.at[slot],
+                barriers.q_ready.at[slot],
+            )
 
     lax.fori_loop(0, (unit.hi - unit.lo) * sizes.G, step, None)
 
 
 def _consume(
-    problem: Problem, scratch: Scratch, outputs: Outputs, unit: Unit, warpgroup: Index
+    problem: Problem,
+    inputs: Inputs,
+    scratch: Scratch,
+    outputs: Outputs,
+    unit: Unit,
+    warpgroup: Index,
 ) -> None:
     """A consumer: its part of dK and dV in registers over all steps, dQ out in every step."""
     sizes, tiles = problem.sizes, problem.tiles
     plgpu.barrier_wait(scratch.barriers.kv_ready)
     for ref in (scratch.key, scratch.value):
         _silence(problem, ref.at[0], unit.first_key, unit.kv_length)
+    keys = keys_of(problem, inputs, unit, warpgroup)
 
     def run(dk_acc: Refs, dv_acc: Refs) -> tuple[Any, Any]:
         def step(index: Index, _: None) -> None:
-            _step(problem, scratch, outputs, unit, warpgroup, index, dk_acc, dv_acc)
+            _step(problem, inputs, scratch, outputs, keys, warpgroup, index, dk_acc, dv_acc)
 
         steps = (unit.hi - unit.lo) * sizes.G
         lax.fori_loop(0, steps, step, None)
@@ -312,19 +305,20 @@ def _consume(
 
 def _step(
     problem: Problem,
+    inputs: Inputs,
     scratch: Scratch,
     outputs: Outputs,
-    unit: Unit,
+    keys: Keys,
     warpgroup: Index,
     index: Index,
     dk_acc: Refs,
     dv_acc: Refs,
 ) -> None:
     """One query tile: five products, of which the last goes to memory."""
-    tiles, barriers = problem.tiles, scratch.barriers
-    _, tile = unit.place(index, problem.sizes.G)
+    tiles, barriers, unit = problem.tiles, scratch.barriers, keys.unit
+    member, tile = unit.place(index, problem.sizes.G)
     slot, do_slot = _slot(index, tiles.stages), _slot(index, tiles.dout_stages)
-    own = _own_rows(tiles, warpgroup)
+    own = own_rows(tiles, warpgroup)
     ds_slot = warpgroup + _opaque_zero() if tiles.by_head_dim else lax.rem(index, 2)
     own_ds = scratch.ds.at[ds_slot, own]
     query, dout = scratch.query.at[slot], scratch.dout.at[do_slot]
@@ -340,11 +334,14 @@ def _step(
         # The step before left its dQ in shared memory: it goes out behind these products.
         _send_last_piece(problem, scratch, outputs, unit, warpgroup, index - 1)
         s = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-        p = _probabilities(problem, scratch, unit, tile, slot, s, own)
-        plgpu.wgmma(dv_acc, p.astype(problem.dtype), _columns(tiles, dout, warpgroup))
+        slope = None
+        if inputs.slopes is not None:
+            slope = inputs.slopes[unit.kv_head * problem.sizes.G + member]
+        p, weight = probabilities(problem, scratch, keys, tile, slot, s, slope)
+        plgpu.wgmma(dv_acc, p, _columns(tiles, dout, warpgroup))
         dp = plgpu.wgmma_accumulator_load(dp_acc, wait_n=1)
-        delta = _over_columns(scratch.delta.at[do_slot], tiles.queries)
-        ds = p * (dp - delta)
+        delta = over_columns(scratch.delta.at[do_slot], tiles.queries)
+        ds = weight * (dp - delta)
         own_ds[...] = ds.astype(problem.dtype)
 
     shape = (HALF, tiles.queries)
@@ -365,62 +362,12 @@ def _slot(index: Index, stages: int) -> Index:
     return _opaque_zero() if stages == 1 else lax.rem(index, stages)
 
 
-def _own_rows(tiles: BackwardTiles, warpgroup: Index) -> Any:
-    """The keys that a warpgroup computes logits for."""
-    return pl.ds(0, HALF) if tiles.by_head_dim else pl.ds(warpgroup * HALF, HALF)
-
-
 def _columns(tiles: BackwardTiles, ref: Refs, warpgroup: Index) -> Refs:
     """The columns of dO or Q that a warpgroup's part of dV or dK needs."""
     if not tiles.by_head_dim:
         return ref
     half = ref.shape[-1] // CONSUMERS
     return ref.at[:, pl.ds(warpgroup * half, half)]
-
-
-def _over_columns(ref: Refs, queries: int) -> Any:
-    """A number for each query, as a tile of transposed logits."""
-    row = plgpu.load(ref, layout=plgpu.Layout.WGMMA.reduce(0))
-    return lax.broadcast_in_dim(row, (HALF, queries), [1])
-
-
-def _probabilities(
-    problem: Problem, scratch: Scratch, unit: Unit, tile: Index, slot: Index, s: Any, own: Any
-) -> Any:
-    """P^T of one tile: exactly 0 where the mask hides the key."""
-    lse2 = _over_columns(scratch.lse2.at[slot], problem.tiles.queries)
-    p = jnp.exp2(s * problem.exponent_scale - lse2)
-    if problem.never_masks:
-        return p
-    masked = (tile < unit.full_lo) | (tile >= unit.full_hi)
-    mask = functools.partial(_mask, problem, unit, tile, own)
-    return lax.cond(masked, mask, lambda p: p, p)
-
-
-def _mask(problem: Problem, unit: Unit, tile: Index, own: Any, p: Any) -> Any:
-    """P^T with 0 where the mask hides the key, a few columns at a time."""
-    layout = plgpu.Layout.WGMMA
-    first = unit.first_key + own.start
-    rows = plgpu.broadcasted_iota(jnp.int32, (HALF,), 0, layout=layout.reduce(1)) + first
-    columns = plgpu.broadcasted_iota(jnp.int32, (HALF, CHUNK), 1, layout=layout)
-    lo, hi = problem.mask.key_bounds(rows, q_length=unit.q_length, kv_length=unit.kv_length)
-
-    def beyond(bound: Any) -> Any:
-        """How far the first chunk's columns are past a bound: then each chunk compares with a
-        constant."""
-        bound = bound - tile * problem.tiles.queries
-        return columns - lax.broadcast_in_dim(bound, (HALF, CHUNK), [0])
-
-    past_hi = None if problem.every_later_query_sees else beyond(hi)
-    past_lo = None if lo is None else beyond(lo)
-    parts = []
-    for column in range(0, problem.tiles.queries, CHUNK):
-        seen = True if past_hi is None else past_hi < -column
-        if past_lo is not None:
-            seen &= past_lo >= -column
-        part = lax.slice(p, (0, column), (HALF, column + CHUNK))
-        parts.append(jnp.where(seen, part, 0.0))
-    return jnp.concatenate(parts, axis=1)
 
 
 def _query_gradient(
@@ -503,7 +450,7 @@ def _store(
 ) -> None:
     """Send dK and dV out through the shared memory of K and V; TMA drops rows past the end."""
     tiles, barriers = problem.tiles, scratch.barriers
-    own = _own_rows(tiles, warpgroup)
+    own = own_rows(tiles, warpgroup)
 
     def meet() -> None:
         plgpu.barrier_arrive(barriers.exchange)

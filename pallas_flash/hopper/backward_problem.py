@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -15,6 +17,8 @@ from pallas_flash.mask import Mask
 
 LOG2_E = math.log2(math.e)
 CONSUMERS = 2
+Refs = Any
+Index = Any
 
 
 class Problem(NamedTuple):
@@ -25,14 +29,27 @@ class Problem(NamedTuple):
     scale: float
     tiles: BackwardTiles
     dtype: Any
+    soft_cap: float | None = None
+    has_alibi: bool = False
 
     @property
     def key_tiles(self) -> int:
         return pl.cdiv(self.sizes.S, self.tiles.keys)
 
     @property
-    def exponent_scale(self) -> float:
-        return self.scale * LOG2_E
+    def product_scale(self) -> float:
+        """Factor of q k^T: to units of log2, or to the argument of the soft cap's tanh."""
+        return self.scale * (LOG2_E if self.soft_cap is None else 1 / self.soft_cap)
+
+    @property
+    def logit_scale(self) -> float:
+        """Factor of anything else in natural-log units there."""
+        return LOG2_E if self.soft_cap is None else 1 / self.soft_cap
+
+    @property
+    def interval_mask(self) -> Mask:
+        """The mask without its segment ids, which are no interval of indices."""
+        return dataclasses.replace(self.mask, query_segment_ids=None, key_value_segment_ids=None)
 
     @property
     def never_masks(self) -> bool:
@@ -47,17 +64,28 @@ class Problem(NamedTuple):
         """
         mask = self.mask
         whole = self.sizes.S % self.tiles.keys == 0
-        return whole and mask.left is None and mask.right is not None and not mask.has_lengths
+        plain = mask.is_interval and not mask.has_lengths
+        return whole and plain and mask.left is None and mask.right is not None
 
 
 class Inputs(NamedTuple):
-    lengths: Any  # int32, flat (2, B): query and key lengths; None without lengths
-    query: Any  # (B, T, N, H)
-    key: Any  # (B, S, K, H)
-    value: Any  # (B, S, K, Hv)
-    dout: Any  # (B, T, N, Hv)
-    lse2: Any  # (B, N, whole query tiles), float32: log2(e) LSE, +inf where nothing is seen
-    delta: Any  # (B, N, whole query tiles), float32: D
+    """Arrays, or refs to them; the first ones None where the call does not have them."""
+
+    lengths: Any = None  # int32, flat (2, B): query and key lengths
+    query_ids: Any = None  # int32 (B, whole query tiles): segment ids, -1 where there is none
+    key_ids: Any = None  # int32, flat (B, whole key tiles): segment ids, -2 where there is none
+    bounds: Any = None  # int32, flat (B, key tiles, 4): `Bounds` in query tiles, with segments
+    slopes: Any = None  # float32 (N,): ALiBi's
+    query: Any = None  # (B, T, N, H)
+    key: Any = None  # (B, S, K, H)
+    value: Any = None  # (B, S, K, Hv)
+    dout: Any = None  # (B, T, N, Hv)
+    lse2: Any = None  # (B, N, whole query tiles), float32: log2(e) LSE, +inf where nothing is seen
+    delta: Any = None  # (B, N, whole query tiles), float32: D
+
+    @property
+    def present(self) -> tuple[str, ...]:
+        return tuple(name for name, x in self._asdict().items() if x is not None)
 
 
 class Outputs(NamedTuple):
@@ -82,9 +110,31 @@ class Scratch(NamedTuple):
     dout: Any  # (dout_stages, queries, Hv)
     lse2: Any  # (stages, queries)
     delta: Any  # (dout_stages, queries)
+    query_ids: Any  # (stages, queries) int32, None without segments
     ds: Any  # (2, keys, queries): in turns (by keys), or one for each warpgroup (by head dim)
     dquery: Any  # (2, 64, 64) float32, one for each warpgroup
     barriers: Barriers
+
+
+class Unit(NamedTuple):
+    """The key tile of this CTA and the query tiles that see it."""
+
+    batch: Index
+    kv_head: Index
+    first_key: Index
+    q_length: Index
+    kv_length: Index
+    lo: Index  # query tiles [lo, hi) see it, in each query head of the group
+    full_lo: Index  # those in [full_lo, full_hi) without masking
+    full_hi: Index
+    hi: Index
+
+    def place(self, step: Index, group: int) -> tuple[Index, Index]:
+        """Query head within the group and query tile of a step."""
+        if group == 1:
+            return jnp.int32(0), self.lo + step
+        count = jnp.maximum(self.hi - self.lo, 1)
+        return step // count, self.lo + lax.rem(step, count)
 
 
 def scratch_types(problem: Problem) -> Scratch:
@@ -99,7 +149,8 @@ def scratch_types(problem: Problem) -> Scratch:
         )
         return plgpu.SMEM(shape, dtype, transforms=transforms)
 
-    # A matrix and its row statistics land together: two copies, two arrivals.
+    # A matrix and what belongs to its rows land together: one arrival for each copy.
+    segments = problem.mask.has_segments
     return Scratch(
         key=tile(1, tiles.keys, sizes.H),
         value=tile(1, tiles.keys, sizes.Hv),
@@ -107,11 +158,12 @@ def scratch_types(problem: Problem) -> Scratch:
         dout=tile(tiles.dout_stages, tiles.queries, sizes.Hv),
         lse2=plgpu.SMEM((tiles.stages, tiles.queries), jnp.float32),
         delta=plgpu.SMEM((tiles.dout_stages, tiles.queries), jnp.float32),
+        query_ids=plgpu.SMEM((tiles.stages, tiles.queries), jnp.int32) if segments else None,
         ds=tile(2, tiles.keys, tiles.queries),
         dquery=tile(CONSUMERS, HALF, HALF, dtype=jnp.float32),
         barriers=Barriers(
             kv_ready=plgpu.Barrier(num_arrivals=2),
-            q_ready=plgpu.Barrier(num_barriers=tiles.stages, num_arrivals=2),
+            q_ready=plgpu.Barrier(num_barriers=tiles.stages, num_arrivals=3 if segments else 2),
             q_free=plgpu.Barrier(num_barriers=tiles.stages, num_arrivals=CONSUMERS),
             do_ready=plgpu.Barrier(num_barriers=tiles.dout_stages, num_arrivals=2),
             do_free=plgpu.Barrier(num_barriers=tiles.dout_stages, num_arrivals=CONSUMERS),

@@ -113,7 +113,7 @@ class BackwardTiles:
 TUNED = {
     64: BackwardTiles(queries=128),
     128: BackwardTiles(queries=64),
-    256: BackwardTiles(queries=64, by_head_dim=True, dout_stages=1),
+    256: BackwardTiles(queries=64, by_head_dim=True, dout_stages=1, dquery_width=128),
 }
 
 

@@ -1,5 +1,8 @@
 """The Hopper backward compiled on its GPU: `pytest -m gpu tests/gpu`."""
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +11,8 @@ import pytest
 import pallas_flash
 from pallas_flash import api, reference, vjp
 from pallas_flash.hopper import attention
+from pallas_flash.hopper.backward import backward
+from pallas_flash.hopper.backward_tiles import default_backward_tiles
 from pallas_flash.shapes import Case
 
 pytestmark = [
@@ -72,8 +77,8 @@ def gradients(arrays, others, cotangents, implementation):
                 return reference.forward(call)
             return vjp.attention(implementation, call)
 
-        result, pull_back = jax.vjp(attend, *arrays)
-        out, lse = result
+        result: Any = jax.vjp(attend, *arrays)
+        (out, lse), pull_back = result
         dout, dlse = cotangents
         dlse = jnp.where(jnp.isfinite(lse), dlse, 0)
         return pull_back((dout.astype(out.dtype), dlse.astype(lse.dtype)))
@@ -117,6 +122,67 @@ def test_nothing_behind_a_length_leaks(H):
     got = gradients(poisoned, others, (poison(dout, q_hidden), dlse), attention)
     for g, w in zip(got, clean, strict=True):
         assert relative_error(g, w) < 1e-3  # atomic additions: not bit for bit
+
+
+def packed_ids(case: Case, kind: str):
+    """Segment ids of queries and keys: documents in order, in disorder, or with padding."""
+    rng = np.random.default_rng(3)
+    ids = np.sort(rng.integers(0, 5, (case.B, case.S)), axis=1)
+    if kind == "disorder":
+        ids = rng.integers(0, 3, (case.B, case.S))
+    if kind == "padding":
+        ids[:, -case.S // 5 :] = -1
+    return jnp.asarray(ids[:, : case.T], jnp.int32), jnp.asarray(ids, jnp.int32)
+
+
+FEATURES = {
+    "documents": {"ids": "order"},
+    "disorder": {"ids": "disorder"},
+    "padding": {"ids": "padding", "sinks": True},
+    "soft-cap": {"logits_soft_cap": 2.0},
+    "alibi": {"alibi": True},
+    "sinks": {"sinks": True},
+    "all": {"ids": "order", "logits_soft_cap": 2.0, "alibi": True, "sinks": True},
+}
+
+
+@pytest.mark.parametrize("H", [64, 128, 256])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features(feature, H):
+    """Asked directly, from the reference's output and LSE: independent of the forward kernel."""
+    case = Case(f"{feature}-{H}", B=2, T=712, S=712, N=4, K=2, H=H, is_causal=True)
+    arrays, others, cotangents = draw(case)
+    asked = dict(FEATURES[feature])
+    kind = asked.pop("ids", None)
+    if kind is not None:
+        others["query_segment_ids"], others["key_value_segment_ids"] = packed_ids(case, kind)
+    if asked.pop("alibi", False):
+        others["alibi_slopes"] = jnp.asarray([0.5, 0.1, 0.02, 0.004])
+    sinks = jnp.asarray([0.5, -1.0, 2.0, 0.0]) if asked.pop("sinks", False) else None
+    call = api.build_call(*arrays, **others, **asked, sinks=sinks)
+
+    @jax.jit
+    def run(call, cotangents):
+        exactly = dataclasses.replace(
+            call, **dict(zip(("query", "key", "value"), exact(arrays), strict=True))
+        )
+        names = ["query", "key", "value"] + ([] if sinks is None else ["sinks"])
+
+        def attend(*arrays):
+            return reference.forward(
+                dataclasses.replace(exactly, **dict(zip(names, arrays, strict=True)))
+            )
+
+        (out, lse), pull_back = jax.vjp(attend, *(getattr(exactly, name) for name in names))
+        dout, dlse = cotangents
+        dlse = jnp.where(jnp.isfinite(lse), dlse, 0)
+        want = pull_back((dout.astype(out.dtype), dlse))
+        rounded = out.astype(call.query.dtype)
+        got = backward(call, rounded, lse, dout, dlse, default_backward_tiles(H))
+        return [getattr(got, name) for name in names], want
+
+    for name, g, w in zip(("q", "k", "v", "sinks"), *run(call, cotangents), strict=False):
+        assert relative_error(g, w) <= 7e-3, f"d{name}"
 
 
 def test_float16():

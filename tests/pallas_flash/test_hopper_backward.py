@@ -6,7 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from problems import ABSTRACT_MASKS as MASKS
 from problems import abstract
 
@@ -14,6 +17,8 @@ from pallas_flash import vjp
 from pallas_flash.call import AttentionCall
 from pallas_flash.hopper import attention
 from pallas_flash.hopper.backward import backward
+from pallas_flash.hopper.backward_operands import small_operands
+from pallas_flash.hopper.backward_problem import Problem
 from pallas_flash.hopper.backward_tiles import (
     HALF,
     TUNED,
@@ -35,17 +40,76 @@ def abstract_call(H, *, T=328, S=200, N=4, dtype: Any = jnp.bfloat16, **fields) 
 
 def lower(call: AttentionCall, tiles: BackwardTiles) -> str:
     """StableHLO for CUDA of the backward of a call of abstract arrays."""
-    B, T, _, N, _, _, _ = call.sizes
+    B, T, N = call.sizes.B, call.sizes.T, call.sizes.N
     out, lse = call.query, abstract((B, N, T), jnp.float32)
-    traced = jax.jit(lambda *args: backward(*args, tiles)).trace(call, out, lse, out, lse)
+    traced = jax.jit(lambda call, out, lse: backward(call, out, lse, out, lse, tiles)).trace(
+        call, out, lse
+    )
     return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("head_dim", TUNED)
+@pytest.mark.parametrize(
+    ("head_dim", "mask"), [*((128, mask) for mask in MASKS), (64, "lengths"), (256, "lengths")]
+)
 def test_every_tuned_configuration_lowers_for_cuda(head_dim, mask):
     text = lower(abstract_call(head_dim, mask=MASKS[mask]), default_backward_tiles(head_dim))
     assert text.count("@mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize(
+    "feature",
+    [
+        {"soft_cap": 20.0},
+        {"alibi_slopes": abstract((4,), jnp.float32), "sinks": abstract((4,), jnp.float32)},
+        {
+            "mask": Mask(
+                is_causal=True,
+                query_segment_ids=abstract((2, 328), jnp.int32),
+                key_value_segment_ids=abstract((2, 200), jnp.int32),
+            )
+        },
+    ],
+    ids=["soft cap", "alibi and sinks", "segments"],
+)
+def test_every_feature_lowers_for_cuda(feature):
+    call = abstract_call(128, **{"mask": Mask(is_causal=True), **feature})
+    assert "@mosaic_gpu" in lower(call, default_backward_tiles(128))
+
+
+@given(data=st.data())
+@settings(max_examples=20, deadline=None)
+def test_segment_bounds_hold_every_visible_tile_and_call_full_only_full_ones(data):
+    T, S = (data.draw(st.sampled_from([1, 200, 384])) for _ in "TS")  # few shapes to compile
+    kinds = data.draw(st.sampled_from(["order", "disorder", "padding"]))
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    q_ids, k_ids = (rng.integers(0, 4, (2, size)) for size in (T, S))
+    if kinds != "disorder":
+        q_ids, k_ids = np.sort(q_ids), np.sort(k_ids)
+    if kinds == "padding":
+        q_ids[:, T // 2 :], k_ids[:, S // 2 :] = -1, -1
+    mask = Mask(
+        is_causal=data.draw(st.booleans()),
+        query_segment_ids=jnp.asarray(q_ids, jnp.int32),
+        key_value_segment_ids=jnp.asarray(k_ids, jnp.int32),
+    )
+    q = jnp.zeros((2, T, 1, 64), jnp.bfloat16)
+    k = jnp.zeros((2, S, 1, 64), jnp.bfloat16)
+    call = AttentionCall(query=q, key=k, value=k, mask=mask, static_scale=1.0)
+    tiles = BackwardTiles(queries=128)
+    problem = Problem(call.sizes, jax.tree.map(lambda _: 0, mask), 1.0, tiles, q.dtype)
+    bounds = np.asarray(small_operands(call, problem).bounds).reshape(2, -1, 4)
+    seen = np.zeros((2, -(-T // 128) * 128, -(-S // 128) * 128), bool)
+    i, j = np.arange(T)[:, None], np.arange(S)
+    same = (q_ids[:, :, None] == k_ids[:, None]) & (q_ids >= 0)[:, :, None]
+    seen[:, :T, :S] = same & ((i >= j) if mask.is_causal else True)
+    by_tile = seen.reshape(2, seen.shape[1] // 128, 128, seen.shape[2] // 128, 128)
+    some, every = by_tile.any((2, 4)), by_tile.all((2, 4))
+    for row in range(2):
+        for key_tile, (lo, full_lo, full_hi, hi) in enumerate(bounds[row]):
+            assert lo <= full_lo <= full_hi <= hi
+            assert not some[row, :lo, key_tile].any()
+            assert not some[row, hi:, key_tile].any()
+            assert every[row, full_lo:full_hi, key_tile].all()
 
 
 def test_every_head_of_its_own_and_float16_lower():
@@ -70,8 +134,12 @@ def test_gradients_of_a_call_run_both_hopper_kernels(monkeypatch):
     monkeypatch.setattr(attention, "_device_property", {"core_count": 132}.get)
     call = abstract_call(128, mask=Mask(is_causal=True))
 
+    def total(call):
+        result: Any = vjp.attention(attention, call)
+        return jnp.sum(result[0])
+
     def gradients(call):
-        return jax.grad(lambda call: jnp.sum(vjp.attention(attention, call)[0]))(call)
+        return jax.grad(total)(call)
 
     text = jax.jit(gradients).trace(call).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu") == 2

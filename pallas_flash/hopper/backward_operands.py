@@ -1,0 +1,129 @@
+"""What the Hopper backward reads beside the matrices: row statistics, lengths, segments, slopes.
+
+Segment ids come with a table of the query tiles that each key tile visits, made before the launch
+from the smallest and largest id of every tile: the cost follows the visible area where ids are in
+order (packed documents), and stays right where they are not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from pallas_flash.call import AttentionCall
+from pallas_flash.hopper.backward_problem import LOG2_E, Inputs, Problem
+from pallas_flash.mask import Bounds, row_lengths
+
+
+def row_statistics(
+    call: AttentionCall, out: Array, lse: Array, dout: Array, dlse: Array | None
+) -> tuple[Float[Array, "B N T"], Float[Array, "B N T"]]:
+    """LSE in base 2, +inf where nothing is seen, and D = rowsum(dO * O) - dLSE, 0 there."""
+    delta = jnp.einsum("btnh,btnh->bnt", out, dout, preferred_element_type=jnp.float32)
+    real = _real_queries(call)
+    if real is not None:
+        # dO may be NaN there, and 0 * NaN would pass it on.
+        delta = jnp.where(real[:, None], delta, 0.0)
+    if dlse is not None:
+        delta -= dlse
+    unseen = lse == -jnp.inf
+    return jnp.where(unseen, jnp.inf, lse * LOG2_E), jnp.where(unseen, 0.0, delta)
+
+
+def _real_queries(call: AttentionCall) -> Bool[Array, "B T"] | None:
+    """False for queries behind a length or in padding; None when all are real."""
+    mask, sizes, real = call.mask, call.sizes, None
+    if mask.query_lengths is not None:
+        real = jnp.arange(sizes.T) < row_lengths(mask.query_lengths, sizes.B, sizes.T)[:, None]
+    if mask.query_segment_ids is not None:
+        inside = mask.query_segment_ids >= 0
+        real = inside if real is None else real & inside
+    return real
+
+
+def sink_gradient(sinks: Array, lse2: Float[Array, "B N T"], delta: Float[Array, "B N T"]) -> Array:
+    """A sink is a logit without a value: dP is 0, hence its gradient -sum of P D. float32 (N,)."""
+    p = jnp.exp2(sinks.astype(jnp.float32)[:, None] * LOG2_E - lse2)
+    return -jnp.sum(p * delta, axis=(0, 2))
+
+
+def small_operands(call: AttentionCall, problem: Problem) -> Inputs:
+    """The inputs that only some calls have."""
+    sizes, mask, tiles = problem.sizes, call.mask, problem.tiles
+    found = Inputs()
+    if mask.has_lengths:
+        lengths = (
+            row_lengths(mask.query_lengths, sizes.B, sizes.T),
+            row_lengths(mask.key_value_lengths, sizes.B, sizes.S),
+        )
+        found = found._replace(lengths=jnp.concatenate(lengths))
+    if mask.segments is not None:
+        q_ids = _padded(mask.segments[0], tiles.queries, -1)
+        k_ids = _padded(mask.segments[1], tiles.keys, -2)
+        bounds = tile_bounds(call, problem, q_ids, k_ids)
+        found = found._replace(
+            query_ids=q_ids,
+            key_ids=k_ids.reshape(-1),
+            bounds=jnp.stack(bounds, axis=-1).reshape(-1),
+        )
+    if call.alibi_slopes is not None:
+        found = found._replace(slopes=call.alibi_slopes.astype(jnp.float32))
+    return found
+
+
+def _padded(ids: Int[Array, "B L"], block: int, nobody: int) -> Int[Array, "B padded"]:
+    """Ids of whole tiles, padding replaced by an id that the other side never has."""
+    ids = jnp.where(ids >= 0, ids.astype(jnp.int32), nobody)
+    return jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)), constant_values=nobody)
+
+
+def tile_bounds(
+    call: AttentionCall, problem: Problem, q_ids: Int[Array, "B t"], k_ids: Int[Array, "B s"]
+) -> Bounds:
+    """Query tiles to visit for every key tile, (B, key tiles) int32 each.
+
+    All tiles between the first and the last whose range of ids meets the key tile's; unmasked are
+    the first run of those where both hold one and the same id.
+    """
+    sizes, tiles = problem.sizes, problem.tiles
+    others = dataclasses.replace(call.mask, query_segment_ids=None, key_value_segment_ids=None)
+    bounds = others.q_bounds(
+        jnp.arange(0, problem.key_tiles * tiles.keys, tiles.keys),
+        tiles.keys,
+        q_length=row_lengths(others.query_lengths, sizes.B, sizes.T)[:, None],
+        kv_length=row_lengths(others.key_value_lengths, sizes.B, sizes.S)[:, None],
+    ).in_tiles(tiles.queries)
+    q_low, q_high, q_whole = _range(q_ids.reshape(sizes.B, -1, tiles.queries))
+    k_low, k_high, k_whole = _range(k_ids.reshape(sizes.B, -1, tiles.keys))
+    # (B, key tiles, query tiles)
+    meets = (k_low[:, :, None] <= q_high[:, None]) & (q_low[:, None] <= k_high[:, :, None])
+    one = (k_whole & (k_low == k_high))[:, :, None] & (q_whole & (q_low == q_high))[:, None]
+    return _narrowed(bounds, meets, one & meets)
+
+
+def _range(
+    ids: Int[Array, "B n size"],
+) -> tuple[Int[Array, "B n"], Int[Array, "B n"], Bool[Array, "B n"]]:
+    """Smallest and largest id of each tile, padding aside, and whether there is no padding."""
+    limits = jnp.iinfo(jnp.int32)
+    low = jnp.min(jnp.where(ids >= 0, ids, limits.max), axis=-1)
+    high = jnp.max(jnp.where(ids >= 0, ids, limits.min), axis=-1)
+    return low, high, jnp.all(ids >= 0, axis=-1)
+
+
+def _narrowed(bounds: Bounds, meets: Bool[Array, "B k q"], full: Bool[Array, "B k q"]) -> Bounds:
+    """The bounds narrowed to the tiles of a map."""
+    count = meets.shape[-1]
+    tile = jnp.arange(count, dtype=jnp.int32)
+    lo, full_lo, full_hi, hi = (jnp.broadcast_to(x, meets.shape[:2])[..., None] for x in bounds)
+    meets &= (tile >= lo) & (tile < hi)
+    full &= (tile >= full_lo) & (tile < full_hi)
+    first = jnp.argmax(meets, axis=-1)
+    last = jnp.where(meets.any(axis=-1), count - jnp.argmax(meets[..., ::-1], axis=-1), first)
+    start = jnp.where(full.any(axis=-1), jnp.argmax(full, axis=-1), first)
+    ended = ~full & (tile >= start[..., None])
+    end = jnp.where(ended.any(axis=-1), jnp.argmax(ended, axis=-1), count)
+    end = jnp.where(full.any(axis=-1), end, start)
+    return Bounds(*(x.astype(jnp.int32) for x in (first, start, end, last)))
