@@ -76,8 +76,10 @@ def gpt2_124m_muon() -> TrainConfig:
 
 def llama_1b() -> TrainConfig:
     """The shape of Llama-3.2-1B at 8k; bring data of your own vocabulary (`--data.corpus`)."""
+    # 8k is the length before Llama-3.2's extension: trained from scratch, RoPE is not scaled.
+    shape = replace(llama3_2_1b(), max_seq_len=8192, rope_scaling=None)
     return TrainConfig(
-        model=replace(llama3_2_1b(), z_loss=1e-5, remat="attention"),
+        model=replace(shape, z_loss=1e-5, remat="attention"),
         out="runs/llama-1b",
         batch_size=64,
         seq_len=8192,
