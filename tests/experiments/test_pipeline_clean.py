@@ -96,7 +96,7 @@ def test_repeated_ngrams_count_overlaps_once():
 
     def only_ngrams(bound):
         b = bound
-        return RepetitionConfig(None, None, None, None, None, (b, b, b, b, b, b))
+        return RepetitionConfig(None, None, None, None, None, repeated_ngrams=(b, b, b, b, b, b))
 
     above, below = only_ngrams(size + 1e-9), only_ngrams(size - 1e-9)
     assert repetition_reason(text, text.split(), above) is None
@@ -139,10 +139,11 @@ def test_language():
         code: code for code in samples
     }
     assert identify_language("1234 !!") == ("", 0.0)
-    config = CleanConfig(language=LanguageConfig(keep=("en", "de")))
+    config = CleanConfig(language=LanguageConfig(keep=("en", "de"), min_characters=20))
     kept, tally = run(samples.values(), config)
     assert kept == [samples["en"], samples["de"]]
     assert dict(tally.dropped) == {f"language {code}": 1 for code in ("fr", "ru", "zh", "ar")}
+    assert len(run(["Trop court."], CleanConfig(language=LanguageConfig()))[0]) == 1
     exempt = CleanConfig(language=LanguageConfig(exempt=("code",)))
     assert len(run(["x = 1"], exempt, source="code")[0]) == 1
 

@@ -28,6 +28,7 @@ from experiments.data.pipeline.finish import (
     mix_sources,
     packing_rows,
     timed,
+    tokenize_cpu_seconds,
     tokenize_shards,
 )
 from experiments.data.pipeline.quality import (
@@ -293,6 +294,7 @@ def make_batches(build: Build, base: Path) -> None:
         folder=folder, pool=build.pool,
     )  # fmt: skip
     build.sections |= timed(build.timings, "tokenize", tokenize)
+    build.timings["tokenize, CPU"] = round(tokenize_cpu_seconds(build.root / folder), 2)
     rows = mix_sources(build.root, config.groups, config.mix)
     build.sections["Mixture"] = rows
     packing = functools.partial(packing_rows, build.root, config.pack)

@@ -40,6 +40,7 @@ class LanguageConfig:
     Attributes:
       keep: codes of ISO 639-1; other documents are dropped. Empty keeps all, with the note.
       min_confidence: below this probability the language counts as unknown and is dropped.
+      min_characters: shorter texts say too little about their language; they are kept.
       max_characters: how much of a document is looked at, half from the start and half from
         the middle.
       exempt: sources that are neither asked nor dropped (program code has no language).
@@ -47,6 +48,7 @@ class LanguageConfig:
 
     keep: tuple[str, ...] = ("en",)
     min_confidence: float = 0.5
+    min_characters: int = 100
     max_characters: int = 1000
     exempt: tuple[str, ...] = ()
 
@@ -196,6 +198,8 @@ def _rule_reason(record: Record, config: CleanConfig) -> str | None:
 
 def _judge_language(record: Record, config: LanguageConfig | None, tally: Tally) -> Record | None:
     if config is None or record.source in config.exempt:
+        return record
+    if len(record.text) < config.min_characters:
         return record
     code, confidence = identify_language(record.text, max_characters=config.max_characters)
     detail = f"{code or 'none'} {confidence:.2f}"

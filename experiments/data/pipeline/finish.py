@@ -25,7 +25,14 @@ from experiments.data.mixture_loader import (
 )
 from experiments.data.packing import split_report
 from experiments.data.pipeline.records import ShardStream
-from experiments.data.pipeline.stages import Shard, Unit, WorkerPool, fingerprint_of, open_folder
+from experiments.data.pipeline.stages import (
+    Shard,
+    Unit,
+    WorkerPool,
+    fingerprint_of,
+    open_folder,
+    read_json,
+)
 from experiments.data.pipeline.tokenize import (
     TOKENIZER,
     TokenizeConfig,
@@ -85,6 +92,12 @@ def tokenize_shards(
     sections = join_tokens(place, keys, root / STORE, config=config, fingerprint=fingerprint)
     sections["Tokenizer"]["merges and bytes in"] = f"{folder}/{TOKENIZER}"
     return sections
+
+
+def tokenize_cpu_seconds(folder: Path) -> float:
+    """What encoding cost, over all workers and runs; training is not in it."""
+    records = (read_json(path) or {} for path in folder.glob("[0-9]*.json"))
+    return sum(record.get("cpu_seconds", 0.0) for record in records)
 
 
 def mix_sources(root: Path, groups: dict[str, str], config: MixConfig) -> list[dict[str, Any]]:

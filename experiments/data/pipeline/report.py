@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import html
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from experiments.data.pipeline.config import BuildConfig
 from experiments.data.pipeline.records import digest_of
 from experiments.data.pipeline.stages import StageResult, peak_memory_mb
 
+PLAN_TOKENS = 15e12
 STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem;
        color: #222; background: #fff; }
@@ -105,6 +107,12 @@ def render(report: dict[str, Any]) -> str:
         "<h2>Text by source, MB after each stage</h2>",
         table(_source_rows(stages)),
     ]
+    if plan := scale_plan(report):
+        parts += [
+            f"<h2>What {PLAN_TOKENS / 1e12:g}T tokens of this mixture would take, from these "
+            "rates</h2>",
+            table(plan),
+        ]
     for title, value in report["sections"].items():
         parts += [f"<h2>{html.escape(title)}</h2>", _section(value)]
     for stage in stages:
@@ -129,6 +137,52 @@ def _stage_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
             }
         )
         before = stage["bytes"]
+    return rows
+
+
+def scale_plan(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Core-hours, shards and shuffled bytes of each stage for ``PLAN_TOKENS``, by proportion.
+
+    What a build of this size measured, and what its stages must hold at once: 200 bytes per
+    document for near duplicates (signature and keys), 0.6 bytes per byte of text for substrings.
+    Empty when there is no token count to scale from.
+    """
+    tokens = report["sections"].get("Tokenizer", {}).get("tokens")
+    stages = report["stages"]
+    if not tokens or not stages[-1]["bytes"]:
+        return []
+    scale = PLAN_TOKENS / tokens
+    shard = report["config"]["read"]["shard_mb"] * 1e6
+    rows, before = [], stages[0]
+    for stage in stages:
+        cpu = report["timing"]["stages"][stage["name"]]["cpu_seconds"]
+        held = {
+            "near_duplicates": 200 * before["documents"],
+            "substrings": 0.6 * before["bytes"],
+        }.get(stage["name"], 0)
+        rows.append(
+            {
+                "stage": stage["name"],
+                "CPU seconds per GB": cpu / (before["bytes"] / 1e9),
+                "core-hours": cpu * scale / 3600,
+                "text in, TB": before["bytes"] * scale / 1e12,
+                "shards in": math.ceil(before["bytes"] * scale / shard),
+                "held at once, TB (partition by hash)": held * scale / 1e12,
+            }
+        )
+        before = stage
+    cpu = report["timing"]["seconds"].get("tokenize, CPU", 0.0)
+    size = stages[-1]["bytes"]
+    rows.append(
+        {
+            "stage": "tokenize",
+            "CPU seconds per GB": cpu / (size / 1e9),
+            "core-hours": cpu * scale / 3600,
+            "text in, TB": size * scale / 1e12,
+            "shards in": math.ceil(size * scale / shard),
+            "held at once, TB (partition by hash)": 0.0,
+        }
+    )
     return rows
 
 

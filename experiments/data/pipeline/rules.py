@@ -4,6 +4,8 @@ Each rule is a measure of the text and a bound; a document is dropped by the fir
 it breaks, and the reason names the rule. Sources: Rae et al. 2021 (2112.11446), table A1 and
 appendix A1.1 (Gopher); Raffel et al. 2020 (1910.10683), section 2.2 (C4); Penedo et al. 2024
 (2406.17557), section 3.6 (FineWeb).
+
+TOML has no None: there, 0 as a lower bound and 1 as an upper one (of a share) switch a rule off.
 """
 
 from __future__ import annotations
@@ -79,6 +81,8 @@ class RepetitionConfig:
       paragraphs: share of paragraphs that occurred before.
       paragraph_characters: share of characters in them.
       top_ngrams: share of characters in the most frequent word 2-, 3-, 4-gram.
+      top_ngram_count: one that occurs less often than this is not judged: in a text of twenty
+        words, a phrase that stands there twice already has a fifth of the characters.
       repeated_ngrams: share of characters in word 5- to 10-grams that occurred before,
         overlaps counted once.
       exempt: sources that these rules do not apply to.
@@ -89,6 +93,7 @@ class RepetitionConfig:
     paragraphs: float | None = 0.3
     paragraph_characters: float | None = 0.2
     top_ngrams: tuple[float, float, float] | None = (0.20, 0.18, 0.16)
+    top_ngram_count: int = 3
     repeated_ngrams: tuple[float, float, float, float, float, float] | None = (
         0.15, 0.14, 0.13, 0.12, 0.11, 0.10,
     )  # fmt: skip
@@ -207,7 +212,7 @@ def _ngram_reason(words: list[str], config: RepetitionConfig) -> str | None:
         keys = keys[:-1] * np.uint64(0x9E3779B97F4A7C15) + tokens[n - 1 :] + np.uint64(1)
         if n <= 4 and config.top_ngrams is not None:
             bound = config.top_ngrams[n - 2]
-            if _top_share(keys, sizes, n) / total > bound:
+            if _top_share(keys, sizes, n, config.top_ngram_count) / total > bound:
                 return f"most frequent {n}-gram has more than {bound:g} of the characters"
         if n >= 5 and config.repeated_ngrams is not None:
             covered = _repeated_characters(keys, sizes, n)
@@ -218,11 +223,11 @@ def _ngram_reason(words: list[str], config: RepetitionConfig) -> str | None:
     return None
 
 
-def _top_share(keys: np.ndarray, sizes: np.ndarray, n: int) -> int:
-    """Characters in the most frequent n-gram; 0 when none repeats. Ties: the first one."""
+def _top_share(keys: np.ndarray, sizes: np.ndarray, n: int, least: int) -> int:
+    """Characters in the most frequent n-gram, the first of equals; 0 if it is rarer than least."""
     _, first, counts = np.unique(keys, return_index=True, return_counts=True)
     most = int(counts.max())
-    if most < 2:
+    if most < max(2, least):
         return 0
     start = int(first[counts == most].min())
     return most * int(sizes[start : start + n].sum())

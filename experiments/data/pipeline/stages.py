@@ -161,8 +161,10 @@ def run_stage(
     place = root / folder
     with clean_stop(place):
         cached = open_folder(place, fingerprint)
+        preparing = time.process_time()  # of all threads
         if prepare is not None and not cached:
             prepare(place)
+        preparing = time.process_time() - preparing
         left = [unit for unit in units if not (place / f"{unit.key}.json").is_file()]
         if left:
             task = _Task(stage, root, folder, shard_bytes)
@@ -176,11 +178,22 @@ def run_stage(
             tally.merge(Tally.from_json(record["tally"]))
             cpu += record["cpu_seconds"]
             memory = max(memory, record["peak_memory_mb"])
-        if not cached:
-            write_json(place / "stage.json", {"shards": len(shards), "tally": tally.to_json()})
+        if cached:
+            preparing = read_json(place / "stage.json").get("prepare_cpu_seconds", 0.0)
+        else:
+            value = {"prepare_cpu_seconds": round(preparing, 3), "tally": tally.to_json()}
+            write_json(place / "stage.json", value)
     seconds = time.monotonic() - start
     return StageResult(
-        stage.name, place, tuple(shards), tally, fingerprint, seconds, cpu, memory, cached
+        stage.name,
+        place,
+        tuple(shards),
+        tally,
+        fingerprint,
+        seconds,
+        cpu + preparing,
+        memory,
+        cached,
     )
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import json
 import os
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -112,6 +113,7 @@ class TokenizeTask:
         stem = self.folder / unit.key
         temporary = {split: Path(f"{stem}.{split}.{os.getpid()}.tmp") for split in SPLITS}
         counter = _Counter(tokenizer)
+        start = time.process_time()
         with temporary["train"].open("wb") as train, temporary["heldout"].open("wb") as heldout:
             files = {"train": train, "heldout": heldout}
             batch: list[Document] = []
@@ -126,7 +128,8 @@ class TokenizeTask:
                 os.fsync(file.fileno())
         for split in SPLITS:
             temporary[split].replace(f"{stem}.{split}")
-        write_json(Path(f"{stem}.json"), counter.to_json())
+        cpu = round(time.process_time() - start, 3)
+        write_json(Path(f"{stem}.json"), counter.to_json() | {"cpu_seconds": cpu})
 
     def _write(
         self,
