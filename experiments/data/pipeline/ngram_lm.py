@@ -15,6 +15,7 @@ exp(-mean log p), and depends on the kind of text: compare within a source only 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -48,7 +49,7 @@ class NgramModel:
     def bits(self) -> int:
         return int(self.counts.shape[1]).bit_length() - 1
 
-    @property
+    @functools.cached_property
     def vocabulary(self) -> int:
         return int(np.count_nonzero(self.counts[0])) + 1
 
