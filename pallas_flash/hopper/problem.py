@@ -74,19 +74,7 @@ class Problem(NamedTuple):
 
     @property
     def masks_first_only(self) -> bool:
-        """True when only the key tile that a warpgroup visits first can be partial.
-
-        Key tiles come last first, so this is the tile of the diagonal, or of the end of the keys.
-        Its loop then is the unmasked one: a branch in it would cost more than the masking code, for
-        ptxas waits for all of wgmma where two branches meet.
-        """
-        mask = self.mask
-        if not mask.is_interval or mask.has_lengths or mask.left is not None:
-            return False
-        if mask.right is None:
-            return True
-        # The rows' diagonal ends a multiple of 64 after the start of a key tile.
-        return (mask.offset(self.sizes.T, self.sizes.S) + mask.right) % ROWS == 0
+        return masks_first_only(self.mask, self.sizes)
 
     @property
     def same_keys_in_cluster(self) -> bool:
@@ -128,3 +116,18 @@ class Tile(NamedTuple):
     @property
     def count(self) -> Index:
         return self.hi - self.lo
+
+
+def masks_first_only(mask: Mask, sizes: Sizes) -> bool:
+    """True when only the key tile that a warpgroup visits first can be partial.
+
+    Key tiles come last first, so this is the tile of the diagonal, or of the end of the keys. Its
+    loop then is the unmasked one: a branch in it would cost more than the masking code, for ptxas
+    waits for all of wgmma where two branches meet.
+    """
+    if not mask.is_interval or mask.has_lengths or mask.left is not None:
+        return False
+    if mask.right is None:
+        return True
+    # The rows' diagonal ends a multiple of 64 after the start of a key tile.
+    return (mask.offset(sizes.T, sizes.S) + mask.right) % ROWS == 0

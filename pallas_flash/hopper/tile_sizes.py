@@ -111,8 +111,14 @@ TUNED = {
 }
 
 
-def default_forward_tiles(head_dim: int, value_dim: int) -> ForwardTiles:
+def default_forward_tiles(
+    head_dim: int, value_dim: int, *, masks_in_loop: bool = False
+) -> ForwardTiles:
     """The tuned tiles of these head dims, or by rule the most keys that fit both budgets.
+
+    Args:
+      masks_in_loop: whether the loop over key tiles holds masking code, which needs more registers
+        than three warpgroups leave to each.
 
     >>> default_forward_tiles(192, 128)
     ForwardTiles(keys=64, stages=2, consumers=2, query_in_registers=False, \
@@ -120,7 +126,7 @@ output_in_query=False, cluster=1, rescale_above=0.0, early_key_wait=False, pingp
     """
     tuned = TUNED.get((head_dim, value_dim))
     if tuned is not None:
-        return tuned
+        return dataclasses.replace(tuned, consumers=2) if masks_in_loop else tuned
     for keys in (128, 64):
         tiles = ForwardTiles(keys=keys, query_in_registers=False)
         registers = value_dim // 2 + keys // 2 + keys // 4

@@ -231,26 +231,20 @@ def with_features() -> dict:
     return {
         "cap": (a, {"logits_soft_cap": 5.0, "scale": 0.3}),
         "cap-negative-scale": (b, {"logits_soft_cap": 3.0, "scale": -0.3}),
-        "cap-lengths": (lengths, {"logits_soft_cap": 30.0}),
         "sinks": (a, {"sinks": sinks(4)}),
-        "sinks-window": (w, {"sinks": sinks(2)}),
         "sinks-lengths": (lengths, {"sinks": sinks(2)}),
         "alibi": (a, {"alibi_slopes": slopes(4)}),
         "alibi-full": (b, {"alibi_slopes": slopes(2)}),
-        "alibi-256": (c, {"alibi_slopes": slopes(2)}),
         "alibi-cap-lengths": (lengths, {"alibi_slopes": slopes(2), "logits_soft_cap": 10.0}),
         "packed": (a, same_segments(a, documents=5)),
-        "packed-padding": (b, segments(b, documents=4, padding=40)),
         "packed-256": (c, same_segments(c, documents=3, padding=9)),
-        "packed-window": (w, same_segments(w, documents=4)),
         "packed-lengths": (lengths, segments(lengths, documents=3)),
         "packed-long": (far, same_segments(far, documents=9)),
         "shuffled-ids": (b, shuffled_segments(b)),
-        "one-document": (a, same_segments(a, documents=1)),
         "everything": (
             w,
             {
-                **same_segments(w, documents=4),
+                **same_segments(w, documents=4, padding=30),
                 "alibi_slopes": slopes(2),
                 "sinks": sinks(2),
                 "logits_soft_cap": 10.0,
@@ -279,15 +273,14 @@ def test_semantics_have_the_errors_of_bfloat16(name):
 
 
 @pytest.mark.parametrize("H", TUNED)
-@pytest.mark.parametrize("growth", [0.02, 0.5, 40.0], ids=str)
-@pytest.mark.parametrize("threshold", [0.0, 8.0])
-def test_a_stale_maximum_changes_no_error(H, growth, threshold):
-    """Logits that grow along the visited keys (last first): slowly, past the threshold, at once."""
+@pytest.mark.parametrize("growth", [0.5, 40.0], ids=str)
+def test_a_stale_maximum_changes_no_error(H, growth):
+    """Logits that grow along the visited keys (last first): slowly, or past the threshold."""
     case = Case("stale", T=400, S=1100, N=2, K=2, H=H[0])
     (q, k, v), others = draw(case)
     ramp = 1 + growth * jnp.arange(case.S, 0, -1)[:, None, None] / case.S
     arrays = [q, (k * ramp).astype(k.dtype), v]
-    tiles = dataclasses.replace(default_forward_tiles(*H), rescale_above=threshold)
+    tiles = dataclasses.replace(default_forward_tiles(*H), rescale_above=8.0)
     want, want_lse = attend([x.astype(jnp.float32) for x in arrays], others, "reference")
     out, lse = ask_kernel(arrays, others, tiles)
     assert relative_error(out, want) < 5e-3
@@ -297,13 +290,12 @@ def test_a_stale_maximum_changes_no_error(H, growth, threshold):
 @pytest.mark.parametrize(
     "tiles",
     [
-        ForwardTiles(cluster=1),
         ForwardTiles(keys=192, output_in_query=True, query_in_registers=False, cluster=2),
         ForwardTiles(keys=64, consumers=3, query_in_registers=False, cluster=2),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("case", [CASES[1], CASES[2], CASES[7], CASES[11]], ids=lambda c: c.name)
+@pytest.mark.parametrize("case", [CASES[2], CASES[11]], ids=lambda c: c.name)
 def test_other_tiles_give_the_same_answer(case, tiles):
     arrays, others = draw(case)
     want, _ = ask_kernel(arrays, others)

@@ -135,7 +135,7 @@ def test_bad_tiles_name_the_field(field):
         ({"query": abstract((2, 64, 4, 72), jnp.bfloat16)}, "query has head dim 72"),
         ({"value": abstract((2, 64, 2, 320), jnp.bfloat16)}, "value has head dim 320"),
         ({"bias": abstract((1, 1, 64, 64), jnp.bfloat16)}, "bias"),
-        ({"soft_cap": 30.0}, "logits_soft_cap"),
+        ({"dropout_rate": 0.5, "dropout_seed": abstract((2,), jnp.uint32)}, "dropout_rate"),
     ],
     ids=str,
 )

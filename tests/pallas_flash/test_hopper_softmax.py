@@ -1,0 +1,202 @@
+"""The arithmetic of the Hopper forward, tile by tile, in plain JAX: what its warpgroups compute.
+
+The kernel's own functions run here on arrays. Only what needs the hardware is replaced: indices,
+loads, and the vote of a warp. Barriers, TMA and wgmma are left to the GPU tests.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from pallas_flash import api, reference
+from pallas_flash.hopper import forward as kernel
+from pallas_flash.hopper import softmax
+from pallas_flash.hopper.operands import Operands, operands, static_fields
+from pallas_flash.hopper.problem import Problem
+from pallas_flash.hopper.tile_sizes import ROWS, ForwardTiles
+from pallas_flash.shapes import Case
+
+WARP_ROWS = 16
+
+
+class Memory:
+    """A flat array behind a ref's interface."""
+
+    def __init__(self, array):
+        self.array = jnp.asarray(array)
+
+    @property
+    def at(self):
+        return self
+
+    @property
+    def shape(self):
+        return self.array.shape
+
+    def __getitem__(self, index):
+        if index is Ellipsis:
+            return self.array
+        start, size = (index.start, index.size) if hasattr(index, "start") else (index, None)
+        # Out of bounds must show, not clamp as JAX's indexing does.
+        assert 0 <= int(start) <= len(self.array) - (size or 1)
+        return self.array[int(start)] if size is None else self.array[int(start) :][:size]
+
+    def __setitem__(self, index, value):
+        assert index is Ellipsis
+        self.array = value
+
+
+@pytest.fixture
+def hardware(monkeypatch):
+    def keep_in_warp(m, m_new, threshold):
+        grew = (m_new - m > threshold).reshape(-1, WARP_ROWS).any(axis=1)
+        grew = jnp.repeat(grew, WARP_ROWS)
+        return jnp.where(grew, m_new, m), grew
+
+    def branch(moved, yes, no, *arrays):
+        if jnp.ndim(moved) == 0:
+            return yes(*arrays) if moved else no(*arrays)
+        rows = jnp.asarray(moved)[:, None]
+        return tuple(jnp.where(rows, a, b) for a, b in zip(yes(*arrays), no(*arrays), strict=True))
+
+    def iota(dtype, shape, axis, layout=None):
+        return lax.broadcasted_iota(dtype, shape, axis)
+
+    monkeypatch.setattr(softmax.plgpu, "broadcasted_iota", iota)
+    monkeypatch.setattr(softmax.plgpu, "load", lambda array, **_: array)
+    monkeypatch.setattr(softmax, "_keep_in_warp", keep_in_warp)
+    monkeypatch.setattr(softmax.lax, "cond", branch)
+
+
+def rows_of(array, start, size):
+    """A tile's rows, zeros past the end, as TMA loads them."""
+    part = array[start : start + size]
+    return jnp.pad(part, ((0, size - len(part)), (0, 0))).astype(jnp.float32)
+
+
+def attend(call, tiles):
+    """Output and LSE, computed as the kernel's consumers would."""
+    problem = Problem(
+        sizes=call.sizes,
+        scale=call.static_scale,
+        tiles=tiles,
+        multiprocessors=1,
+        dtype=call.query.dtype,
+        **static_fields(call),
+    )
+    small = Operands(*(x if x is None else Memory(x) for x in operands(call, problem)))
+    B, T, _, N, _, _, Hv = call.sizes
+    out = np.zeros((B, problem.padded_rows, N, Hv), np.float32)
+    lse = np.zeros((B, N, problem.padded_rows), np.float32)
+    inputs = kernel.Inputs(None, small, None, None, None)
+    for entry in range(B * N * problem.units):
+        tile = kernel._tile(problem, inputs, jnp.int32(entry))
+        b, n, g = int(tile.batch), int(tile.head), int(tile.head) // call.sizes.G
+        for warpgroup in range(tiles.consumers):
+            rows = softmax.rows_of(problem, small, tile, warpgroup)
+            q = rows_of(call.query[b, :, n], int(rows.row), ROWS)
+            here = slice(int(rows.row), int(rows.row) + ROWS)
+            out[b, here, n], lse[b, n, here] = visit(
+                problem, small, rows, q, call.key[b, :, g], call.value[b, :, g]
+            )
+    return out[:, :T], lse[:, :, :T]
+
+
+def visit(problem, small, rows, q, key, value):
+    """One warpgroup's key tiles, last first."""
+    bounds, keys = rows.bounds, problem.tiles.keys
+    acc = Memory(jnp.zeros((ROWS, value.shape[-1])))
+    state: Any = None
+    later = not problem.masks_first_only
+    assert rows.tile.lo <= bounds.lo < bounds.hi <= rows.tile.hi
+    for index in range(int(bounds.hi) - 1, int(bounds.lo) - 1, -1):
+        s = softmax.logits(problem, rows, index, q @ rows_of(key, index * keys, keys).T)
+        partial = not problem.always_full if state is None else later
+        if partial and (state is None or not bounds.full_lo <= index < bounds.full_hi):
+            s = softmax.mask_logits(problem, small, rows, index, s)
+        old = state
+        state, moved = softmax.probabilities(
+            problem, s, None if old is None else old.m, may_be_empty=partial
+        )
+        if old is not None:
+            l = softmax.rescale(acc, old.l, old.m, state.m, moved, may_be_empty=later)
+            state = state._replace(l=l + state.l)
+        v = rows_of(value, index * keys, keys)
+        if problem.mask.has_lengths:
+            v = jnp.where(jnp.arange(keys)[:, None] + index * keys < rows.tile.kv_length, v, 0)
+        acc[...] = acc[...] + state.p.astype(jnp.float32) @ v
+    return softmax.finish(problem, small, rows, acc, state.m, state.l)
+
+
+def ids(*sizes):
+    """Documents one behind the other; the last size is padding."""
+    return jnp.asarray(np.repeat([*range(len(sizes) - 1), -1], sizes)[None], jnp.int32)
+
+
+CASE = Case("softmax", B=1, T=200, S=200, N=2, K=1, H=16)
+PACKED = {
+    "query_segment_ids": ids(60, 90, 41, 9),
+    "key_value_segment_ids": ids(60, 90, 41, 9),
+}
+SHUFFLED = {
+    "query_segment_ids": jnp.arange(200, dtype=jnp.int32)[None] % 3 - 1,
+    "key_value_segment_ids": jnp.arange(200, dtype=jnp.int32)[None] // 2 % 4 - 1,
+}
+LENGTHS = {
+    "query_seq_lengths": jnp.asarray([150], jnp.int32),
+    "key_value_seq_lengths": jnp.asarray([170], jnp.int32),
+}
+CAUSAL = {"is_causal": True}
+SLOPES = {"alibi_slopes": jnp.asarray([0.5, 0.05])}
+SINKS = {"sinks": jnp.asarray([-3.0, 8.0])}
+CALLS = {
+    "causal": CAUSAL,
+    "bottom right": {**CAUSAL, "causal_alignment": "bottom_right", "T": 130},
+    "window": {"local_window_size": (70, 20)},
+    "lengths": {**CAUSAL, **LENGTHS},
+    "soft cap": {"logits_soft_cap": 3.0, "scale": -0.7},
+    "sinks": {"local_window_size": (10, 0), **SINKS, **LENGTHS},
+    "alibi": {**SLOPES, "scale": -0.2},
+    "causal alibi": {**CAUSAL, **SLOPES},
+    "packed": {**CAUSAL, **PACKED},
+    "shuffled ids": SHUFFLED,
+    "everything": {**CAUSAL, **PACKED, **LENGTHS, **SLOPES, **SINKS, "logits_soft_cap": 5.0},
+}
+
+
+def draw(T=CASE.T, ramp=0.0):
+    rng = np.random.default_rng(5)
+    shapes = ((1, T, 2, CASE.H), (1, CASE.S, 1, CASE.H), (1, CASE.S, 1, CASE.H))
+    q, k, v = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes)
+    grow = 1 + ramp * jnp.arange(CASE.S, 0, -1)[:, None, None] / CASE.S
+    return q, k * grow, v
+
+
+def compare(call, tiles, close=2e-5):
+    want, want_lse = jax.jit(reference.forward)(call)
+    out, lse = attend(call, tiles)
+    np.testing.assert_allclose(out, np.asarray(want), rtol=close, atol=close)
+    np.testing.assert_allclose(lse, np.asarray(want_lse), rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_warpgroups_compute_attention(hardware, name):
+    others = dict(CALLS[name])
+    arrays = draw(others.pop("T", CASE.T))
+    compare(api.build_call(*arrays, **others), ForwardTiles(keys=64, consumers=3))
+
+
+@pytest.mark.parametrize("ramp", [0.0, 3.0, 60.0])
+def test_a_stale_maximum_is_exact(hardware, ramp):
+    """Logits that grow along the visited keys: slowly, past the threshold, far past it."""
+    tiles = ForwardTiles(keys=64, rescale_above=8.0)
+    call = api.build_call(*draw(ramp=ramp), is_causal=True)
+    problem_tiles = dataclasses.replace(tiles, rescale_above=0.0)
+    compare(call, tiles)
+    for got, want in zip(attend(call, tiles), attend(call, problem_tiles), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
