@@ -23,7 +23,7 @@ from experiments.data.pipeline.streams import DamagedFileError, blocks, lines
 
 Format = Literal["auto", "jsonl", "parquet", "text", "code"]
 SUFFIXES = {
-    "jsonl": {".jsonl", ".ndjson", ".json"},
+    "jsonl": {".jsonl", ".ndjson"},
     "parquet": {".parquet", ".pq"},
     "text": {".txt", ".text", ".md", ".rst", ".html", ".htm", ".tex"},
     "code": {
