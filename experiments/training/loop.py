@@ -267,7 +267,7 @@ class Trainer:
             )
         kind = "level_shift" if isinstance(decision, LevelShift) else "rollback"
         self.events.append(kind, decision=dataclasses.asdict(decision), config=self.config.digest())
-        self.history = self.events.history(self.config.skip)
+        self.history = self.history.and_then(decision)
         if isinstance(decision, LevelShift):
             log.warning("new level of the loss accepted at batch %d", decision.reset_at)
             return False

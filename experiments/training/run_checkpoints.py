@@ -129,7 +129,8 @@ class Checkpoints:
 
         self.wait()
         path = self.folder / f"{record['step']:08d}"
-        shutil.rmtree(path, ignore_errors=True)  # cut off: a whole one is never saved again
+        if jax.process_index() == 0:
+            shutil.rmtree(path, ignore_errors=True)  # cut off: a whole one is never saved again
         try:
             response = ocp.save_checkpointables_async(str(path.absolute()), {"state": state})
         except Exception as error:  # Orbax and TensorStore have no common base class

@@ -115,7 +115,7 @@ class Events:
 
     def __init__(self, folder: Path):
         self.path = folder / "events.jsonl"
-        if self.path.exists():
+        if self.path.exists() and jax.process_index() == 0:
             whole = self.path.read_bytes()
             if whole and not whole.endswith(b"\n"):  # a line that a kill cut off never happened
                 write_atomic(self.path, whole[: whole.rfind(b"\n") + 1])
@@ -124,7 +124,8 @@ class Events:
         """All events, oldest first."""
         if not self.path.exists():
             return []
-        return [json.loads(line) for line in self.path.read_text().splitlines()]
+        lines = self.path.read_bytes().split(b"\n")
+        return [json.loads(line) for line in lines[:-1]]  # the last is empty, or cut off
 
     def append(self, kind: str, **fields: Any) -> None:
         """Add an event; on disk when this returns. Only the first process writes."""

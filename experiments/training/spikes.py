@@ -12,7 +12,7 @@ rows alone, not on when the host saw them, so that a killed run repeats it.
 """
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -206,7 +206,13 @@ class History:
 
     rollbacks: tuple[Rollback, ...] = ()
     shifts: tuple[LevelShift, ...] = ()
-    skips: tuple[tuple[int, int], ...] = field(default=())
+    skips: tuple[tuple[int, int], ...] = ()
+
+    def and_then(self, decision: "Rollback | LevelShift") -> "History":
+        """The history with one more decision."""
+        if isinstance(decision, Rollback):
+            return replace(self, rollbacks=(*self.rollbacks, decision))
+        return replace(self, shifts=(*self.shifts, decision))
 
     def next_index(self, data_index: int) -> int:
         """The batch to train on at a cursor."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jaxtyping import Array, Float, Key
 
@@ -160,5 +161,8 @@ def select(accepted: Array, new: TrainState, old: TrainState) -> TrainState:
 def reset_guard(state: TrainState, config: GuardConfig) -> TrainState:
     """The state with an empty guard window: the loss has a new level."""
     fresh = guard.empty_window(config)
-    placed = jax.tree.map(lambda a, b: jax.device_put(a, b.sharding), fresh, state.guard)
+    # By way of the host: a device array of one process cannot be put on all of them.
+    placed = jax.tree.map(
+        lambda a, b: jax.device_put(np.asarray(a), b.sharding), fresh, state.guard
+    )
     return replace(state, guard=placed)

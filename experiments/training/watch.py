@@ -76,7 +76,7 @@ class MetricsLog:
 
     def __init__(self, folder: Path, *, attempt: int, data_index: int):
         self.path = folder / "metrics.jsonl"
-        if not self.path.exists():
+        if jax.process_index() or not self.path.exists():
             return
         kept = []
         for line in self.path.read_bytes().splitlines(keepends=True):

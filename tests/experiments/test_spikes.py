@@ -48,9 +48,9 @@ def simulate(loss_at, *, config=CONFIG, steps=1000, refuse=lambda loss: not math
             if isinstance(decision, Abort):
                 break
             if isinstance(decision, LevelShift):
-                history = History(history.rollbacks, (*history.shifts, decision))
+                history = history.and_then(decision)
                 continue
-            history = History((*history.rollbacks, decision), history.shifts)
+            history = history.and_then(decision)
             step = decision.restored_step
             saved = {s: v for s, v in saved.items() if s <= step}
             index, detector = saved[step]

@@ -4,11 +4,13 @@ import json
 import os
 import random
 import shutil
+import socket
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from training_runs import (
     POISON,
@@ -28,6 +30,8 @@ from training_runs import (
 from experiments.training.loop import Trainer, TrainingAborted
 from experiments.training.run_folder import RunError
 from experiments.training.spikes import RollbackConfig
+from experiments.training.start import read_params
+from models.hf import save_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -149,25 +153,30 @@ def test_branched_cooldowns_are_the_runs_that_were_trained_alone(tmp_path):
 # ---- kill -9 ---------------------------------------------------------------------------------
 
 
-def attempt(folder: Path, cache: Path, fault: dict) -> subprocess.CompletedProcess:
-    env = os.environ | {
-        "PYTHONPATH": str(ROOT),
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
+def start(folder: Path, fault: dict, **environment: str) -> subprocess.Popen:
+    env = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"} | environment
     script = Path(__file__).with_name("training_runs.py")
     command = [sys.executable, str(script), str(folder), json.dumps(fault)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def end(process: subprocess.Popen) -> tuple[int, str]:
+    """Exit code and the end of what it said."""
+    said, _ = process.communicate(timeout=300)
+    return process.returncode, said.decode(errors="replace")[-2000:]
 
 
 def killed_often(tmp_path: Path, faults: list[dict]) -> None:
     """Killed at every point of a list, a run with a spike ends like one that never was."""
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
     for fault in faults:
-        process = attempt(tmp_path / "killed", tmp_path / "cache", fault)
-        assert process.returncode == -9, f"{fault}: {process.returncode} {process.stderr[-2000:]}"
-    process = attempt(tmp_path / "killed", tmp_path / "cache", {})
-    assert process.returncode == 0, process.stderr[-2000:]
+        code, said = end(start(tmp_path / "killed", fault, **cache))
+        assert code == -9, f"{fault}: {code} {said}"
+    code, said = end(start(tmp_path / "killed", {}, **cache))
+    assert code == 0, said
     killed, straight = in_folder(tmp_path / "killed"), in_folder(tmp_path / "straight")
     run(straight, source=Poisoned(straight))
     (a, record_a), (b, record_b) = final_state(killed), final_state(straight)
@@ -193,6 +202,29 @@ def test_killed_twenty_times_is_straight_to_the_bit(tmp_path):
     faults += [{"rows": 12}, {"decided": 1}, {"writing": 1}]
     faults += [{"rows": rng.randint(1, 14)} for _ in range(10)]
     killed_often(tmp_path, faults)
+
+
+@pytest.mark.slow
+def test_two_processes_train_as_one_does(tmp_path):
+    """`jax.distributed` by the environment, a spike and its rollback included."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    pair = [
+        start(
+            tmp_path / "two", {}, JAX_COORDINATOR_ADDRESS=f"localhost:{port}",
+            JAX_NUM_PROCESSES="2", JAX_PROCESS_ID=str(index),
+        )
+        for index in range(2)
+    ]  # fmt: skip
+    for code, said in map(end, pair):
+        assert code == 0, said
+    two, one = in_folder(tmp_path / "two"), in_folder(tmp_path / "one")
+    run(one, source=Poisoned(one))
+    losses = [[r["loss"] for r in rows_of(c) if r["accepted"]] for c in (two, one)]
+    np.testing.assert_allclose(*losses, rtol=2e-4)
+    assert [e["kind"] for e in events_of(two)].count("rollback") == 1
+    assert {e["devices"] for e in events_of(two) if e["kind"] == "start"} == {2}
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_serves(tmp_path, straight):
@@ -223,10 +255,23 @@ def test_init_from_takes_the_parameters_and_nothing_else(tmp_path, straight):
     first, *_, last = (r["loss"] for r in rows_of(straight))
     assert row["loss"] < (first + last) / 2
     wide = replace(TINY.model, ffn_dim=64)
-    with pytest.raises(ValueError, match=r"init_from: .*mlp.* has shape"):
+    with pytest.raises(ValueError, match=r"it has model\.ffn_dim 32 \(not 64\)"):
         run(in_folder(tmp_path / "wide", model=wide, init_from=straight.out))
-    with pytest.raises(RunError, match="nor a Hugging Face folder"):
+    with pytest.raises(RunError, match="nor is it a Hugging Face folder"):
         run(in_folder(tmp_path / "none", init_from=str(tmp_path / "nowhere")))
+
+
+def test_a_hugging_face_folder_is_a_beginning(tmp_path, straight):
+    """The same parameters by the other road give the same first loss."""
+    short = replace(TINY.schedule, total_steps=1, warmup_steps=1, cooldown_steps=0)
+    ours = in_folder(tmp_path / "ours", init_from=straight.out, schedule=short)
+    trainer = Trainer(ours, make_dataset())
+    _, params = read_params(Path(straight.out), trainer.programs)
+    save_folder(tmp_path / "hf", TINY.model, params, dtype="float32")
+    theirs = in_folder(tmp_path / "theirs", init_from=str(tmp_path / "hf"), schedule=short)
+    run(ours)
+    run(theirs)
+    assert rows_of(ours)[0]["loss"] == rows_of(theirs)[0]["loss"]
 
 
 def test_rollbacks_can_be_turned_off(tmp_path):

@@ -22,6 +22,7 @@ from experiments.training.config import ScheduleConfig, TrainConfig
 from experiments.training.curriculum import BatchSource
 from experiments.training.guard import GuardConfig
 from experiments.training.loop import Trainer
+from experiments.training.processes import join_processes
 from experiments.training.programs import Programs
 from experiments.training.run_checkpoints import Checkpoints, RetentionConfig
 from experiments.training.run_folder import Events
@@ -197,6 +198,7 @@ def arm(fault: dict[str, int]) -> None:
 
 
 def main() -> None:
+    join_processes(os.environ)
     config = in_folder(Path(sys.argv[1]))
     arm(json.loads(sys.argv[2]))
     run(config, source=Poisoned(config))
