@@ -165,7 +165,8 @@ def run_stage(
         if prepare is not None and not cached:
             prepare(place)
         preparing = time.process_time() - preparing
-        left = [unit for unit in units if not (place / f"{unit.key}.json").is_file()]
+        left = [unit for unit in units if not _is_done(root, place / f"{unit.key}.json")]
+        cached = cached and not left
         if left:
             task = _Task(stage, root, folder, shard_bytes)
             (pool or WorkerPool()).run(task, left, label=stage.name)
@@ -195,6 +196,12 @@ def run_stage(
         memory,
         cached,
     )
+
+
+def _is_done(root: Path, path: Path) -> bool:
+    """A unit has a record, and all its shards are there (a damaged one may be deleted)."""
+    record = read_json(path)
+    return record is not None and all((root / row["path"]).is_file() for row in record["shards"])
 
 
 class clean_stop:
