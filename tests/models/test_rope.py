@@ -103,7 +103,7 @@ def _by_definition(scaling: RopeScaling, theta: float, dims: int) -> list[float]
 
 @pytest.mark.parametrize("name", SCALINGS)
 def test_phase_error_to_131072_positions_under_every_scaling(name: str):
-    """The table that a bfloat16 model uses, against float64: cos and sin within 1e-5 of exact."""
+    """The table that a bfloat16 model uses, against float64: a few roundings of float32."""
     scaling, theta, dims = SCALINGS[name], 500_000.0, 128
     config = dataclasses.replace(llama3_8b(), rope_scaling=scaling, max_seq_len=LONGEST)
     assert config.compute_dtype == "bfloat16"
@@ -113,7 +113,7 @@ def test_phase_error_to_131072_positions_under_every_scaling(name: str):
     want = np.asarray(_by_definition(scaling, theta, dims))
     got = np.asarray(table.sin, np.float64), np.asarray(table.cos, np.float64)
     phases = np.arctan2(*got)[0]
-    assert _turn_error(phases, positions, want) < 1e-5
+    assert _turn_error(phases, positions, want) < 2e-6
     np.testing.assert_allclose(np.hypot(*got), scaling.cos_sin_factor, rtol=1e-6)
 
 
