@@ -5,7 +5,8 @@ that LF and CRLF, composed and decomposed accents, and another layout give the s
 
 ``word``  Maximal runs of letters, marks and numbers. Scripts that are written without spaces
           (Han, kana, Thai, Lao, Khmer, Burmese) and symbols such as emoji give one word per
-          character: otherwise a Chinese page would be one word. Punctuation separates.
+          character: otherwise a Chinese page would be one word. Punctuation separates. Variation
+          selectors, skin tones, joiners and other characters without width do not count.
 ``char``  Code points, each run of white space counted as one space.
 
 A document with fewer than `size` units is one shingle: all that it has. A document of
@@ -49,7 +50,8 @@ _UNSPACED = (
 )
 # Planes that hold characters; between and after them nothing is assigned but private use.
 _ASSIGNED = ((0, 0x40000), (0xE0000, 0xE1000))
-_VARIATION_SELECTORS = ((0xFE00, 0xFE0F), (0xE0100, 0xE01EF))
+# Another look of the character before: variation selectors and skin tones.
+_VARIANTS = ((0xFE00, 0xFE0F), (0x1F3FB, 0x1F3FF), (0xE0100, 0xE01EF))
 
 
 @functools.cache
@@ -57,7 +59,7 @@ def _classes() -> UInt8[np.ndarray, " 1114112"]:
     """What each code point does to words; a tenth of a second, once."""
     by_category = dict.fromkeys(("Lu", "Ll", "Lt", "Lm", "Lo", "Mn", "Mc", "Me"), _LETTER)
     by_category |= dict.fromkeys(("Nd", "Nl", "No"), _LETTER)
-    by_category |= {"So": _SINGLE, "Sk": _SINGLE, "Cf": _IGNORED}
+    by_category |= {"So": _SINGLE, "Cf": _IGNORED}
     category = unicodedata.category
     table = np.full(0x110000, _SEPARATOR, np.uint8)
     for first, last in _ASSIGNED:
@@ -66,7 +68,7 @@ def _classes() -> UInt8[np.ndarray, " 1114112"]:
     for first, last in _UNSPACED:
         part = table[first : last + 1]
         part[part == _LETTER] = _SINGLE
-    for first, last in _VARIATION_SELECTORS:
+    for first, last in _VARIANTS:
         table[first : last + 1] = _IGNORED
     # What str.split counts as white space.
     spaces = [code for code in range(0x3001) if chr(code).isspace()]

@@ -55,6 +55,7 @@ PLANTED = {
     "exact": (PAGES, PAGES),
     "one word changed": (PAGES, PAGES.replace(PAGES.split()[200], "changed", 1)),
     "case and punctuation": (PAGES, PAGES.upper().replace(" ", ", ")),
+    "marks of a markup": (PAGES, PAGES.replace(" ", " `").replace("a ", "a^ ")),
     "CRLF": (PAGES, PAGES.replace("\n", "\r\n")),
     "reordered paragraphs": (PAGES, "\n\n".join(reversed(PAGES.split("\n\n")))),
     "Chinese, one character changed": (CHINESE, CHINESE[:100] + "\u9f98" + CHINESE[101:]),
@@ -62,6 +63,7 @@ PLANTED = {
     "Arabic, one word changed": (ARABIC, ARABIC.replace(ARABIC.split()[60], "كلمة")),
     "emoji, one changed": (EMOJI, EMOJI[:60] + "🚀" + EMOJI[61:]),
     "emoji with variation selectors": (EMOJI, "\ufe0f".join(EMOJI)),
+    "emoji with skin tones": (EMOJI, "\U0001f3fd".join(EMOJI)),
     "composed and decomposed": (
         "é à ö ñ café " + PAGES,
         "e\u0301 a\u0300 o\u0308 n\u0303 café " + PAGES,
