@@ -158,7 +158,6 @@ def _scratch(problem: Problem) -> Scratch:
             k_free=free(),
             v_ready=plgpu.Barrier(num_barriers=stages),
             v_free=free(),
-            turn=plgpu.Barrier(num_barriers=consumers) if tiles.pingpong else None,
             done=done,
         ),
     )
@@ -192,12 +191,6 @@ def _kernel(problem: Problem, rounds: int, names: tuple[str, ...], *refs: Refs) 
     @pl.when(warpgroup < consumers)
     def _() -> None:
         plgpu.set_max_registers(problem.tiles.consumer_registers, action="increase")
-        if problem.tiles.pingpong:
-
-            @pl.when(warpgroup == 1)
-            def _() -> None:
-                plgpu.barrier_arrive(scratch.barriers.turn.at[0])
-
         consume = functools.partial(_consume, problem, small, scratch, out, lse, warpgroup)
         _for_each_tile(problem, rounds, inputs, consume)
         plgpu.wait_smem_to_gmem(0)
@@ -397,7 +390,6 @@ def _key_loop(consumer: Consumer, acc: Refs, step: Index) -> tuple[Index, Softma
             plgpu.barrier_wait(barriers.k_ready.at[slot])
 
         def products(s_acc: Refs) -> Softmax:
-            _take_turn(consumer)
             plgpu.wgmma(s_acc, query, scratch.key.at[slot].T)
             if problem.masks_first_only:
                 s = _add_values(consumer, acc, s_acc, old.p, index + 1, previous)
@@ -429,15 +421,7 @@ def _add_values(
     """Start O += P V, and wait for the logits in front of it, which it returns."""
     _wait_for_values(consumer, index, slot)
     plgpu.wgmma(acc, p, consumer.scratch.value.at[slot])
-    if consumer.problem.tiles.pingpong:
-        following = lax.rem(consumer.warpgroup + 1, consumer.problem.tiles.consumers)
-        plgpu.barrier_arrive(consumer.scratch.barriers.turn.at[following])
     return None if s_acc is None else plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
-
-
-def _take_turn(consumer: Consumer) -> None:
-    if consumer.problem.tiles.pingpong:
-        plgpu.barrier_wait(consumer.scratch.barriers.turn.at[consumer.warpgroup])
 
 
 def _slot(problem: Problem, step: Index) -> Index:

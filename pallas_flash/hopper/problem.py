@@ -90,7 +90,6 @@ class Barriers(NamedTuple):
     k_free: Any
     v_ready: Any
     v_free: Any
-    turn: Any  # pingpong: whose turn it is to issue
     done: Any  # cluster: neither CTA leaves while the other may still signal it
 
 

@@ -129,7 +129,8 @@ def probabilities(problem: Problem, s: Any, m: Any, *, may_be_empty: bool) -> tu
     if m is not None:
         m_new = jnp.maximum(m, m_new)
         if problem.tiles.rescale_above:
-            m_new, moved = _keep_in_warp(m, m_new, problem.tiles.rescale_above)
+            moved = _any_in_warp(m_new - m > problem.tiles.rescale_above)
+            m_new = lax.cond(moved, lambda new, _: new, lambda _, old: old, m_new, m)
     shift = finite(m_new) if may_be_empty else m_new
     p = jnp.exp2(s * scale - lax.broadcast_in_dim(shift, s.shape, [0]))
     return Softmax(p.astype(problem.dtype), m_new, _add_chunks(p)), moved
@@ -167,32 +168,26 @@ def _add_chunks(p: Any) -> Any:
     return parts[0]
 
 
-def _keep_in_warp(m: Any, m_new: Any, threshold: float) -> tuple[Any, Any]:
-    """The old maxima, unless one that this warp holds grew by more than the threshold.
+def _any_in_warp(rows: Any) -> Any:
+    """Whether any row (64,) that this warp holds is True: a scalar that may differ between warps.
 
-    Returns: the maxima to use, and whether they are the new ones: a scalar that may differ between
-      warps, so only for branches without a barrier or an asynchronous instruction in them.
+    Only for branches without a barrier or an asynchronous instruction in them.
     """
-    layout = plgpu.Layout.WGMMA.reduce(1)
 
     @plgpu.inline_mgpu(
-        arg_types=(layout, layout),
-        return_type=(
-            plgpu.ShapeDtypeStruct((ROWS,), jnp.float32, layout=layout),
-            plgpu.ShapeDtypeStruct((), jnp.bool_, layout=plgpu.Layout.WG_SPLAT(())),
-        ),
+        arg_types=(plgpu.Layout.WGMMA.reduce(1),),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.bool_, layout=plgpu.Layout.WG_SPLAT(())),
     )
-    def vote(_ctx: Any, m: Any, m_new: Any) -> tuple[Any, Any]:
-        i1 = ir.IntegerType.get_signless(1)
-        grew = arith.constant(i1, 0)
-        for mine in ((m_new - m) > threshold).registers.flat:
-            grew = arith.ori(grew, vector.extract(mine, dynamic_position=[], static_position=[0]))
+    def vote(_ctx: Any, rows: Any) -> Any:
+        any_mine = arith.constant(ir.IntegerType.get_signless(1), 0)
+        for mine in rows.registers.flat:
+            mine = vector.extract(mine, dynamic_position=[], static_position=[0])
+            any_mine = arith.ori(any_mine, mine)
         everyone = arith.constant(ir.IntegerType.get_signless(32), -1)
-        moved = nvvm.vote_sync(everyone, grew, "any")
-        kept = m_new._pointwise(lambda new, old: arith.select(moved, new, old), m)
-        return kept, mgpu.FragmentedArray.splat(moved, (), is_signed=False)
+        voted = nvvm.vote_sync(everyone, any_mine, "any")
+        return mgpu.FragmentedArray.splat(voted, (), is_signed=False)
 
-    return vote(m, m_new)  # pyright: ignore[reportCallIssue]
+    return vote(rows)  # pyright: ignore[reportCallIssue]
 
 
 def mask_logits(problem: Problem, small: Operands, rows: Rows, index: Index, s: Any) -> Any:

@@ -36,7 +36,6 @@ class ForwardTiles:
         (see `pallas_flash.hopper.softmax`); 0 rescales with every key tile.
       early_key_wait: wait for the next key tile in front of the wait for O += P V, which keeps
         ptxas from moving the latter above the exponentials.
-      pingpong: make the warpgroups take turns at issuing their matrix products.
     """
 
     keys: int = 128
@@ -47,7 +46,6 @@ class ForwardTiles:
     cluster: int = 1
     rescale_above: float = 0.0
     early_key_wait: bool = False
-    pingpong: bool = False
 
     def __post_init__(self) -> None:
         if self.keys % 64 or not 64 <= self.keys <= 256:
@@ -122,7 +120,7 @@ def default_forward_tiles(
 
     >>> default_forward_tiles(192, 128)
     ForwardTiles(keys=64, stages=2, consumers=2, query_in_registers=False, \
-output_in_query=False, cluster=1, rescale_above=0.0, early_key_wait=False, pingpong=False)
+output_in_query=False, cluster=1, rescale_above=0.0, early_key_wait=False)
     """
     tuned = TUNED.get((head_dim, value_dim))
     if tuned is not None:

@@ -53,8 +53,8 @@ def test_every_tuned_configuration_lowers_for_cuda(head_dims, mask):
 @pytest.mark.parametrize(
     "tiles",
     [
-        ForwardTiles(pingpong=True),
-        ForwardTiles(consumers=3, keys=64, pingpong=True, query_in_registers=False),
+        ForwardTiles(early_key_wait=True),
+        ForwardTiles(consumers=3, keys=64, query_in_registers=False),
         ForwardTiles(output_in_query=True),
         ForwardTiles(cluster=2, stages=2, query_in_registers=False),
         ForwardTiles(rescale_above=8.0, stages=3),
@@ -84,7 +84,7 @@ IDS |= {"key_value_segment_ids": abstract((2, 200), jnp.int32)}
     ids=lambda fields: "-".join(fields),
 )
 def test_every_semantic_lowers_for_cuda(fields):
-    text = lower(abstract_call(128, 128, **fields), default_forward_tiles(128, 128))
+    text = lower(abstract_call(64, 64, **fields), ForwardTiles(keys=64, cluster=2))
     assert text.count("@mosaic_gpu") == 1
 
 

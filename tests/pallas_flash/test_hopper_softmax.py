@@ -53,23 +53,23 @@ class Memory:
 
 @pytest.fixture
 def hardware(monkeypatch):
-    def keep_in_warp(m, m_new, threshold):
-        grew = (m_new - m > threshold).reshape(-1, WARP_ROWS).any(axis=1)
-        grew = jnp.repeat(grew, WARP_ROWS)
-        return jnp.where(grew, m_new, m), grew
+    def any_in_warp(rows):
+        return jnp.repeat(rows.reshape(-1, WARP_ROWS).any(axis=1), WARP_ROWS)
 
     def branch(moved, yes, no, *arrays):
-        if jnp.ndim(moved) == 0:
-            return yes(*arrays) if moved else no(*arrays)
-        rows = jnp.asarray(moved)[:, None]
-        return tuple(jnp.where(rows, a, b) for a, b in zip(yes(*arrays), no(*arrays), strict=True))
+        """A branch that each warp takes on its own."""
+
+        def select(a, b):
+            return jnp.where(moved.reshape(-1, *(1,) * (a.ndim - 1)), a, b)
+
+        return jax.tree.map(select, yes(*arrays), no(*arrays))
 
     def iota(dtype, shape, axis, layout=None):
         return lax.broadcasted_iota(dtype, shape, axis)
 
     monkeypatch.setattr(softmax.plgpu, "broadcasted_iota", iota)
     monkeypatch.setattr(softmax.plgpu, "load", lambda array, **_: array)
-    monkeypatch.setattr(softmax, "_keep_in_warp", keep_in_warp)
+    monkeypatch.setattr(softmax, "_any_in_warp", any_in_warp)
     monkeypatch.setattr(softmax.lax, "cond", branch)
 
 
