@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
 import tyro
 
-from experiments.data.documents import Document, write_json, write_shard
+from experiments.data.documents import Document, read_shard, write_json, write_shard
 from experiments.data.near_duplicates import NearDuplicateConfig, NearDuplicates, near_duplicates
 from experiments.data.pipeline.readers import ReadConfig, SourceConfig, find_files, read_file
 from experiments.data.pipeline.records import Record, Tally
@@ -21,39 +22,35 @@ KEPT, DROPPED, REPORT = "documents.jsonl.zst", "dropped.jsonl.zst", "dedup.json"
 Stage = Literal["near", "substrings"]
 
 
-class Files:
-    """The documents of files and folders, read again each time: text is not held in memory.
+class Spool:
+    """The documents of files and folders, in one shard that is read again for each pass.
 
     The source of a document is the name of the path that it came from. The order is that of the
-    paths, then of file names.
+    paths, then of file names. Files are decoded and made valid once; text is not held in memory.
     """
 
-    def __init__(self, paths: tuple[Path, ...], *, text_field: str) -> None:
-        self.tally = Tally()
-        self.files = [
-            file
-            for path in paths
-            for file in find_files(
-                SourceConfig(
-                    path.name.split(".")[0] or "input", (str(path),), text_field=text_field
-                ),
-                Path(),
-                self.tally,
-            )
+    def __init__(self, shard: Path, paths: tuple[Path, ...], *, text_field: str) -> None:
+        self.shard = shard
+        tally = Tally()
+        files = [
+            file for path in paths for file in find_files(_source(path, text_field), Path(), tally)
         ]
-        self.faults = dict(self.tally.faults)
+        documents = (d for file in files for d in read_file(file, ReadConfig(), tally))
+        write_shard(shard, documents, level=1)
+        self.faults = dict(tally.faults + tally.dropped)
 
     def __iter__(self) -> Iterator[Document]:
-        tally = Tally()
-        for file in self.files:
-            yield from read_file(file, ReadConfig(), tally)
-        self.faults = dict(self.tally.faults + tally.faults + tally.dropped)
+        return read_shard(self.shard)
+
+
+def _source(path: Path, text_field: str) -> SourceConfig:
+    return SourceConfig(path.name.split(".")[0] or "input", (str(path),), text_field=text_field)
 
 
 class Kept:
     """Those of some documents that stay."""
 
-    def __init__(self, documents: Files, found: NearDuplicates) -> None:
+    def __init__(self, documents: Spool, found: NearDuplicates) -> None:
         self.documents, self.found = documents, found
 
     def __iter__(self) -> Iterator[Document]:
@@ -91,13 +88,21 @@ class Dedup:
             raise ValueError("inputs: name at least one file or folder")
         if not self.stages:
             raise ValueError("stages: name near, substrings or both")
-        files = Files(self.inputs, text_field=self.text_field)
-        held = Files(self.held_out, text_field=self.text_field)
         self.out.mkdir(parents=True, exist_ok=True)
         for name in (KEPT, DROPPED, REPORT):  # of an earlier run
             (self.out / name).unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory(dir=self.out, prefix="spool-") as folder:
+            spools = [
+                Spool(Path(folder) / name, paths, text_field=self.text_field)
+                for name, paths in (("input", self.inputs), ("held_out", self.held_out))
+            ]
+            report = self._run(*spools)
+        write_json(self.out / REPORT, report)
+        print(json.dumps(report, indent=2, ensure_ascii=False))
+
+    def _run(self, files: Spool, held: Spool) -> dict[str, Any]:
         report: dict[str, Any] = {"stages": list(self.stages)}
-        documents: Files | Kept = files
+        documents: Spool | Kept = files
         if "near" in self.stages:
             print(self.near.curve(), file=sys.stderr)
             found = near_duplicates(files, self.near, held_out=held, workers=self.workers)
@@ -113,16 +118,14 @@ class Dedup:
             report["substrings"] = dataclasses.asdict(stats)
         else:
             written = write_shard(self.out / KEPT, stream)
-        report |= {
+        return report | {
             "kept": {"documents": written.documents, "bytes": written.bytes},
             "sha256": written.hexdigest(),
             "faults": files.faults,
         }
-        write_json(self.out / REPORT, report)
-        print(json.dumps(report, indent=2, ensure_ascii=False))
 
 
-def evidence(files: Files, held: Files, found: NearDuplicates) -> Iterator[Record]:
+def evidence(files: Spool, held: Spool, found: NearDuplicates) -> Iterator[Record]:
     """The dropped documents, with the id of the one that each resembles and the similarity."""
     total = len(found.keep)
     wanted = set(found.kept.tolist())
