@@ -19,8 +19,11 @@ from pallas_flash.triton.attention import backward as triton_backward
 NAME = "mosaic"
 DTYPES = ("bfloat16", "float16")
 WITHHELD = True
-"""Soft cap, sinks, ALiBi and segment ids are not offered: written, and tested tile by tile in
-test_hopper_softmax.py, but not yet run on the hardware (tests/gpu/test_hopper_forward.py)."""
+"""Serve only calls without masks in the loop over key tiles and without soft cap, sinks and ALiBi.
+
+The kernel with its own interval of key tiles for each warpgroup was compared at full size for plain
+and causal attention; the rest is tested tile by tile in test_hopper_softmax.py, but has not run on
+the hardware: tests/gpu/test_hopper_forward.py must be green before this becomes False."""
 LARGEST_HEAD_DIM = 256
 
 
@@ -49,7 +52,23 @@ def unsupported(call: AttentionCall, platform: str) -> str | None:
                 f"{name} has head dim {dim}, the Hopper kernels take 64, 128, 192 and 256 so far; "
                 "'triton' takes any up to 256"
             )
-    return None
+    return _not_proven(call) if WITHHELD else None
+
+
+def _not_proven(call: AttentionCall) -> str | None:
+    """Why a call is withheld whose masks are in the loop over key tiles; None for the others."""
+    mask, sizes = call.mask, call.sizes
+    if masks_first_only(mask, sizes):
+        return None
+    if mask.has_lengths:
+        name = "query_seq_lengths or key_value_seq_lengths"
+    elif any(side is not None for side in mask.window):
+        name = "local_window_size"
+    else:
+        name = (
+            f"causal_alignment='bottom_right' and S - T = {sizes.S - sizes.T}, no multiple of 64,"
+        )
+    return f"the Hopper kernels are not proven with {name} yet; 'triton' serves it"
 
 
 def _foundation_part(call: AttentionCall) -> AttentionCall:

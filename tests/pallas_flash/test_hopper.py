@@ -136,6 +136,17 @@ def test_bad_tiles_name_the_field(field):
         ({"value": abstract((2, 64, 2, 320), jnp.bfloat16)}, "value has head dim 320"),
         ({"bias": abstract((1, 1, 64, 64), jnp.bfloat16)}, "bias"),
         ({"dropout_rate": 0.5, "dropout_seed": abstract((2,), jnp.uint32)}, "dropout_rate"),
+        # Withheld until their GPU tests have run.
+        ({"soft_cap": 30.0}, "logits_soft_cap"),
+        ({"mask": MASKS["window"]}, "local_window_size"),
+        ({"mask": MASKS["lengths"]}, "query_seq_lengths or key_value_seq_lengths"),
+        (
+            {
+                "mask": Mask(is_causal=True, causal_alignment="bottom_right"),
+                "query": abstract((2, 63, 4, 64), jnp.bfloat16),
+            },
+            "S - T = 1",
+        ),
     ],
     ids=str,
 )
@@ -149,6 +160,20 @@ def test_what_cannot_be_served_is_named(change, names, monkeypatch):
     monkeypatch.setattr(attention, "_device_property", {"compute_capability": "8.0"}.get)
     assert "9.0, this one has 8.0" in str(attention.unsupported(call, "gpu"))
     assert "9.0, not 'cpu'" in str(attention.unsupported(call, "cpu"))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"mask": Mask(is_causal=True), "T": 77, "S": 131},
+        {"mask": Mask(is_causal=True, causal_alignment="bottom_right"), "T": 64, "S": 192},
+    ],
+    ids=str,
+)
+def test_plain_and_causal_calls_are_served(fields, monkeypatch):
+    monkeypatch.setattr(attention, "_device_property", {"compute_capability": "9.0"}.get)
+    assert attention.unsupported(abstract_call(64, 64, **fields), "gpu") is None
 
 
 def test_asking_for_it_on_a_cpu_says_what_it_needs():
