@@ -16,6 +16,7 @@ from models.cost import (
     serving_bytes,
     training_state_bytes,
 )
+from models.hf.config import config_from_hf, config_to_hf
 from models.presets import PRESETS, gpt2_124m, llama3_2_1b, mistral_7b, smollm2_135m, table
 from models.recipes import RECIPES
 
@@ -113,3 +114,92 @@ def test_docstring_examples(module: str):
     result = doctest.testmod(importlib.import_module(module))
     assert result.attempted > 0
     assert result.failed == 0
+
+
+# The keys of the makers' own config.json that decide the architecture.
+PUBLISHED_CONFIGS = {
+    "llama3.2-1b": {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "head_dim": 64,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 131_072,
+        "mlp_bias": False,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": {
+            "factor": 32.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_type": "llama3",
+        },
+        "rope_theta": 500_000.0,
+        "tie_word_embeddings": True,
+        "vocab_size": 128_256,
+    },
+    "qwen2.5-0.5b": {
+        "model_type": "qwen2",
+        "hidden_size": 896,
+        "intermediate_size": 4864,
+        "max_position_embeddings": 32_768,
+        "max_window_layers": 24,
+        "num_attention_heads": 14,
+        "num_hidden_layers": 24,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1_000_000.0,
+        "sliding_window": 32_768,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        "vocab_size": 151_936,
+    },
+    "mistral-7b": {
+        "model_type": "mistral",
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "max_position_embeddings": 32_768,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10_000.0,
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "vocab_size": 32_000,
+    },
+    "phi3-mini": {
+        "model_type": "phi3",
+        "attention_bias": False,
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "max_position_embeddings": 4096,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 32,
+        "original_max_position_embeddings": 4096,
+        "rms_norm_eps": 1e-5,
+        "rope_scaling": None,
+        "rope_theta": 10_000.0,
+        "sliding_window": 2047,
+        "tie_word_embeddings": False,
+        "vocab_size": 32_064,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED_CONFIGS)
+def test_preset_is_what_the_published_config_says(name: str):
+    raw = PUBLISHED_CONFIGS[name]
+    assert config_from_hf(raw) == (raw["model_type"], PRESETS[name]())
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_can_be_written_for_transformers(name: str):
+    config = PRESETS[name]()
+    assert config_from_hf(config_to_hf(config))[1] == config
