@@ -173,3 +173,20 @@ def test_scores_go_into_the_notes():
         "language": "en",
         "perplexity": float(f"{model.perplexity('the cat'):.6g}"),
     }
+
+
+def test_the_command_trains_on_two_sets_of_files(tmp_path, texts, capsys):
+    from experiments.data.__main__ import main
+
+    for name in ("austen", "jargon-file"):
+        (tmp_path / name).mkdir()
+        for i, text in enumerate(texts[name][:60]):
+            (tmp_path / name / f"{i}.txt").write_text(text)
+    good, bad, out = (str(tmp_path / name) for name in ("austen", "jargon-file", "m.npz"))
+    command = ["train-quality", "--good", good, "--bad", bad, "--out", out, "--bits", "14"]
+    assert main(command) == 0
+    assert "test AUC: " in capsys.readouterr().out
+    model = QualityClassifier.load(tmp_path / "m.npz")
+    assert model.score(texts["austen"][100]) > model.score(texts["jargon-file"][100])
+    assert main([*command[:2], str(tmp_path / "none"), *command[3:]]) == 1
+    assert "does not exist" in capsys.readouterr().err
