@@ -21,7 +21,16 @@ from models.hf.names import EMBEDDING, HEAD, Tensors, stored_shape, tensors
 CONFIG = "config.json"
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_STORED_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_STORED_DTYPES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+}
+# Every value of these is one of bfloat16 too.
+_WITHIN_BFLOAT16 = {"bfloat16", "float8_e4m3fn", "float8_e5m2"}
 
 
 class Checkpoint(NamedTuple):
@@ -48,13 +57,16 @@ class _Shards:
         return self._open[path]
 
     def read(self, name: str) -> np.ndarray:
+        dtype = self.dtype(name)
+        if dtype.startswith("float8"):  # which the library gives to torch, but not to numpy
+            return _read_bytes(self.files[name], name).view(dtype)
         return self.handle(name).get_tensor(name)
 
     def dtype(self, name: str) -> str:
         stored = self.handle(name).get_slice(name).get_dtype()
         if stored not in _STORED_DTYPES:
             raise ValueError(
-                f"{name} is stored as {stored}; only {sorted(_STORED_DTYPES)} can be read. "
+                f"{name} is stored as {stored}; only {list(_STORED_DTYPES)} can be read. "
                 "Quantised weights need their scales: export the model in bfloat16 first."
             )
         return _STORED_DTYPES[stored]
@@ -68,7 +80,8 @@ def load_folder(
     Args:
         folder: holds config.json and model.safetensors, or shards and their index.
         param_dtype: "float32" or "bfloat16"; each weight is rounded once from what is stored. None
-            keeps every value: bfloat16 if all tensors are, else float32 (float64 needs a word).
+            keeps every value: bfloat16 if all tensors are (or float8), else float32 (float64 needs
+            a word).
         overrides: other fields of `ModelConfig`, say `compute_dtype="float32"` or `max_seq_len`.
 
     Raises:
@@ -146,6 +159,16 @@ def _opened(path: Path) -> Any:
         raise ValueError(f"{path} is not a readable safetensors file: {error}.") from error
 
 
+def _read_bytes(path: Path, name: str) -> np.ndarray:
+    """A tensor of one-byte items as uint8, by the format's own header (length, JSON, data)."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        entry = json.loads(file.read(size))[name]
+        begin, end = entry["data_offsets"]
+        file.seek(8 + size + begin)
+        return np.frombuffer(file.read(end - begin), np.uint8).reshape(entry["shape"])
+
+
 def _files(folder: Path) -> dict[str, Path]:
     index = folder / INDEX
     if not index.exists():
@@ -190,7 +213,7 @@ def _kept_dtype(stored: set[str]) -> str:
             "the checkpoint holds float64 tensors; say param_dtype='float32' or 'bfloat16' to "
             "round them."
         )
-    return "bfloat16" if stored == {"bfloat16"} else "float32"
+    return "bfloat16" if stored <= _WITHIN_BFLOAT16 else "float32"
 
 
 def _one_of_float_dtypes(dtype: str) -> str:

@@ -194,6 +194,28 @@ def test_stored_dtypes(qwen3: Path):
         load_folder(qwen3, param_dtype="float16")
 
 
+@pytest.mark.parametrize("kind", ["e4m3fn", "e5m2"])
+def test_float8_is_read_exactly(qwen3: Path, kind: str):
+    """The file is written byte by byte, since no numpy writer knows the type."""
+    dtype = np.dtype(getattr(ml_dtypes, f"float8_{kind}"))
+    held = {k: v.astype(dtype) for k, v in load_file(qwen3 / FILE).items()}
+    header, data = {}, b""
+    for name, value in held.items():
+        end = len(data) + value.nbytes
+        code = f"F8_{kind.removesuffix('fn').upper()}"
+        header[name] = {"dtype": code, "shape": value.shape, "data_offsets": [len(data), end]}
+        data += value.tobytes()
+    text = json.dumps(header).encode()
+    (qwen3 / FILE).write_bytes(len(text).to_bytes(8, "little") + text + data)
+    config, params, *_ = load_folder(qwen3)
+    assert config.param_dtype == "bfloat16"
+    want = held["model.embed_tokens.weight"].astype(np.float32)
+    np.testing.assert_array_equal(params["embedding"]["table"].astype(np.float32), want)
+    kernel = params["blocks"]["mlp"]["up"]["kernel"][1].astype(np.float32)
+    want = held["model.layers.1.mlp.up_proj.weight"].astype(np.float32).T
+    np.testing.assert_array_equal(kernel, want)
+
+
 @given(st.integers(0, 0x7F7E), st.booleans(), st.integers(-2, 2))
 def test_float64_is_rounded_to_bfloat16_once(bits: int, negative: bool, ulps: int):
     """Between two neighbours of bfloat16: their midpoint, and float64s just beside it."""
