@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -19,6 +18,7 @@ from jaxtyping import Array
 
 from pallas_flash import reference
 from pallas_flash.call import AttentionCall, Gradients
+from pallas_flash.reverse import reverse_only
 
 OUT_NAME = "attention_out"
 LSE_NAME = "attention_lse"
@@ -29,14 +29,18 @@ def named(out: Array, lse: Array) -> tuple[Array, Array]:
     return checkpoint_name(out, OUT_NAME), checkpoint_name(lse, LSE_NAME)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attention(implementation: ModuleType, call: AttentionCall) -> tuple[Array, Array]:
-    """Output (B, T, N, Hv) and LSE (B, N, T) of a call, differentiable in both.
+def attention(implementation: Any, call: AttentionCall) -> tuple[Array, Array]:
+    """Output (B, T, N, Hv) and LSE (B, N, T) of a call, differentiable in both, in reverse mode.
 
     Args:
-      implementation: a module as described in `pallas_flash.call`.
+      implementation: a module as described in `pallas_flash.call`, or a hashable object like one.
       call: the checked arguments.
     """
+    return _attention(implementation, reverse_only(call, implementation.NAME))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(implementation: Any, call: AttentionCall) -> tuple[Array, Array]:
     return implementation.forward(call)
 
 
@@ -51,7 +55,7 @@ class _Residuals:
     wanted: frozenset[str] = dataclasses.field(metadata={"static": True})
 
 
-def _forward(implementation: ModuleType, marked: Any) -> tuple[tuple[Array, Array], _Residuals]:
+def _forward(implementation: Any, marked: Any) -> tuple[tuple[Array, Array], _Residuals]:
     # With symbolic_zeros every leaf arrives as a CustomVJPPrimal(value, perturbed).
     call = jax.tree.map(lambda leaf: leaf.value, marked, is_leaf=_is_primal)
     wanted = frozenset(
@@ -62,12 +66,12 @@ def _forward(implementation: ModuleType, marked: Any) -> tuple[tuple[Array, Arra
         )
     )
     # Through the function itself, so that a derivative of this rule meets the rule again.
-    result: Any = attention(implementation, call)
+    result: Any = _attention(implementation, call)
     out, lse = named(*result)
     return (out, lse), _Residuals(call, out, lse, wanted)
 
 
-def _backward(implementation: ModuleType, residuals: _Residuals, cotangents: Any) -> tuple[Any]:
+def _backward(implementation: Any, residuals: _Residuals, cotangents: Any) -> tuple[Any]:
     call, wanted = residuals.call, residuals.wanted
     dout, dlse = cotangents
     if _is_zero(dlse):
@@ -84,7 +88,7 @@ def _backward(implementation: ModuleType, residuals: _Residuals, cotangents: Any
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gradients(
-    implementation: ModuleType,
+    implementation: Any,
     wanted: frozenset[str],
     call: AttentionCall,
     out: Array,
@@ -97,14 +101,14 @@ def _gradients(
 
 
 def _gradients_forward(
-    implementation: ModuleType, wanted: frozenset[str], *operands: Any
+    implementation: Any, wanted: frozenset[str], *operands: Any
 ) -> tuple[Gradients, Any]:
     call, _, _, dout, dlse = operands
     return _gradients(implementation, wanted, *operands), (call, dout, dlse)
 
 
 def _gradients_backward(
-    implementation: ModuleType, wanted: frozenset[str], saved: Any, cotangents: Gradients
+    implementation: Any, wanted: frozenset[str], saved: Any, cotangents: Gradients
 ) -> tuple[Any, ...]:
     """Second derivatives: those of the reference's gradients, in O(T S) memory.
 
@@ -157,4 +161,4 @@ def cotangent(call: AttentionCall, gradients: Gradients) -> AttentionCall:
     return dataclasses.replace(call, mask=None, dropout_seed=None, **leaves)
 
 
-attention.defvjp(_forward, _backward, symbolic_zeros=True)
+_attention.defvjp(_forward, _backward, symbolic_zeros=True)

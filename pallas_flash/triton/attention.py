@@ -75,11 +75,15 @@ class Kernels:
         problem, operands = split_call(call, self.interpret)
         saved = prepare(out, lse, dout, dlse, real_queries(problem, operands))
         tiles, ds = self.sizes(call), _ds_axes(call) if "bias" in wanted else None
+        # Atomic sums need no (B, N, T, S) array, but their order varies.
+        shared = call.bias is not None and call.bias.shape[:2] != (call.sizes.B, call.sizes.N)
+        shared = shared and not call.deterministic
         found: dict[str, Any] = {}
         rows = frozenset(
             part
             for part, asked in {
-                "ds_full": ds == "full",
+                "ds_full": ds == "full" and not shared,
+                "ds_shared": ds == "full" and shared,
                 "ds_rows": ds == "rows",
                 "slopes": "alibi_slopes" in wanted,
                 "scale": "traced_scale" in wanted,
@@ -106,6 +110,8 @@ def _from_rows(call: AttentionCall, rows: RowGradients) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if rows.ds_full is not None:
         found["bias"] = _sum_like(rows.ds_full, call.bias)
+    if rows.ds_shared is not None:
+        found["bias"] = _sum_like(rows.ds_shared, call.bias)
     if rows.ds_rows is not None:
         found["bias"] = _sum_like(rows.ds_rows[:, :, :, None], call.bias)
     if rows.slopes is not None:

@@ -17,10 +17,13 @@ time, at the price of computing S and dP twice (7 products instead of 5):
 
 Where logits are more than products, dS is the cotangent of the logits and `tile_logits` takes it
 back to that of the scaled products, which goes on in its place. Dropout multiplies P beside dO and
-dP by the same factor. The bias's gradient is dS, summed over the axes along which it was broadcast:
-the sum over keys is taken in the first kernel and the sum over queries in the second, so that only
-a bias that is itself (T, S) takes memory of that size. The first kernel also takes the gradients of
-what enters by row: the slopes, the scale and what `score_mod` captured.
+dP by the same factor.
+
+The bias's gradient is dS, summed over the axes along which it was broadcast: the sum over keys is
+taken in the first kernel and the sum over queries in the second, so that only a bias that is itself
+(T, S) takes memory of that size. Where batch rows or heads share such a bias they add to its
+gradient atomically, in an order that varies, unless the call asks for `deterministic`. The first
+kernel also takes the gradients of the slopes, of the scale and of what `score_mod` captured.
 
 A fully masked row has LSE -inf. It is passed on as +inf, which makes its P exactly 0.
 """
@@ -104,6 +107,7 @@ class RowGradients(NamedTuple):
 
     ds_rows: Any = None  # (B, N, T): dS summed over keys
     ds_full: Any = None  # (B, N, T, S)
+    ds_shared: Any = None  # dS summed over the batch or the heads: (B|1, N|1, T, S), as the bias
     slopes: Any = None  # (B, N, T): the slope's gradient by query
     scale: Any = None  # (B, N, T): the scale's gradient by query
     tables: Any = None  # {captured array's number: its gradient}
@@ -130,11 +134,12 @@ def query_gradient(
             outputs[name] = (_float32(sizes.B, sizes.N, sizes.T), vector)
     # Not every element of these is written, or one is added to many times: they start as zeros.
     zeros = {}
-    if "ds_full" in wanted:
-        zeros["ds_full"] = (
-            _float32(sizes.B, sizes.N, sizes.T, sizes.S),
-            blocks.logit_rows(problem, tile),
-        )
+    for name, shape in (
+        ("ds_full", (sizes.B, sizes.N, sizes.T, sizes.S)),
+        ("ds_shared", () if operands.bias is None else operands.bias.shape),
+    ):
+        if name in wanted:
+            zeros[name] = (_float32(*shape), blocks.logit_rows(problem, tile, shape))
     tables = ()
     if problem.score_mod is not None and "tables" in wanted:
         tables = problem.score_mod.tables_with_gradients
@@ -200,8 +205,10 @@ def _dq_kernel(
             dp = jnp.where(logits.keep(queries, keys), dp / (1 - problem.dropout_rate), 0)
         back = chain.pull_back(p * (dp - delta))
         ds = back.scores
-        if "ds_full" in outputs:
-            _store_logits(outputs["ds_full"], ds, q_start, k_start, problem, masked)
+        for name in ("ds_full", "ds_shared"):
+            if name in outputs:
+                add = name == "ds_shared"
+                _store_logits(outputs[name], ds, q_start, k_start, problem, masked, add)
         if problem.score_mod is not None and tables:
             add_to_tables(
                 problem.score_mod, tables, chain.places, back.lookups, interpret=problem.interpret
@@ -242,14 +249,21 @@ def _float32(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def _store_logits(
-    ref: Any, ds: jax.Array, q_start: Any, k_start: Any, problem: Problem, masked: bool
+    ref: Any, ds: jax.Array, q_start: Any, k_start: Any, problem: Problem, masked: bool, add: bool
 ) -> None:
-    """Store one tile of dS in a ref of this query tile's rows and all keys."""
+    """Store one tile of dS in a ref of this query tile's rows and all keys, or add to it."""
     keep = None
     if masked:
         rows = q_start + lax.broadcasted_iota(jnp.int32, ds.shape, 0) < problem.sizes.T
         keep = rows & (k_start + lax.broadcasted_iota(jnp.int32, ds.shape, 1) < problem.sizes.S)
-    plgpu.store(ref.at[:, pl.ds(k_start, ds.shape[1])], ds, mask=keep)
+    columns = pl.ds(k_start, ds.shape[1])
+    view = ref.at[:, columns]
+    if add and not problem.interpret:
+        plgpu.atomic_add(ref, (slice(None), columns), ds, mask=keep)
+        return
+    if add:  # the interpreter runs one program at a time
+        ds += plgpu.load(view, mask=keep, other=None if keep is None else jnp.float32(0))
+    plgpu.store(view, ds, mask=keep)
 
 
 # ---- dK and dV -----------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from jaxtyping import Array
 
 from pallas_flash.triton.problem import Index, Operands, Problem, Visits
 from pallas_flash.triton.tile_sizes import Tile, padded_head_dim
+from pallas_flash.varying import vary_like
 
 Specs = Any
 
@@ -49,11 +50,17 @@ def query_vector(problem: Problem, tile: Tile) -> pl.BlockSpec:
     )
 
 
-def logit_rows(problem: Problem, tile: Tile) -> pl.BlockSpec:
-    """The program's rows of a (B, N, T, S) array."""
+def logit_rows(problem: Problem, tile: Tile, shape: tuple[int, ...]) -> pl.BlockSpec:
+    """The program's rows of a (B|1, N|1, T, S) array."""
+    one_batch, one_head = shape[0] == 1, shape[1] == 1
     return pl.BlockSpec(
         (None, None, tile.query, round_up(problem.sizes.S, tile.key)),
-        lambda i, n, b: (b, n, query_tile_index(problem, tile, i), 0),
+        lambda i, n, b: (
+            0 if one_batch else b,
+            0 if one_head else n,
+            query_tile_index(problem, tile, i),
+            0,
+        ),
     )
 
 
@@ -226,12 +233,19 @@ def launch(
         flat_inputs - len(zeros) + place: flat_outputs.index(name)
         for place, name in enumerate(sorted(zeros))
     }
+    # Inside `shard_map` what a kernel reads and writes varies over the same mesh axes.
+    inputs = vary_like(inputs, inputs)
+    manual = jax.typeof(jax.tree.leaves(inputs)[0]).mat
+    shapes = {
+        key: jax.ShapeDtypeStruct(shape.shape, shape.dtype, manual_axis_type=manual)
+        for key, (shape, _) in outputs.items()
+    }
     return pl.pallas_call(
         kernel,
         grid=grid,
         in_specs=specs,
         out_specs={key: spec for key, (_, spec) in outputs.items()},
-        out_shape={key: shape for key, (shape, _) in outputs.items()},
+        out_shape=shapes,
         input_output_aliases=aliases,
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,

@@ -141,6 +141,8 @@ def _apply(eqn: Any, inputs: list[Value], read: Reader, native: bool) -> Sequenc
         return [_part(name, params, inputs)]
     if name in RESHAPES:
         return _reshape(name, params, inputs, eqn.outvars)
+    if name == "reduce_sum" and not params["axes"]:
+        return inputs  # the transpose of an addition, inside `shard_map`
     if name not in ELEMENTWISE:
         raise Untraceable(f"uses {name}, which the Triton kernels cannot apply to a tile")
     return [_elementwise(eqn.primitive, params, inputs, eqn.outvars[0].aval.shape)]

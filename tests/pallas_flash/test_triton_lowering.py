@@ -108,6 +108,18 @@ def test_value_head_dim_of_its_own(modules):
     assert_three_kernels(lower(abstract_call(H=64, Hv=128)), modules)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_shared_bias_adds_its_gradient_in_place(modules, deterministic):
+    """No (B, N, T, S) array, unless the order of the sums has to be fixed."""
+    call = abstract_call(
+        bias=abstract((1, 4, 1000, 1024), jnp.float32), deterministic=deterministic
+    )
+    text = lower(call, cotangents=("query", "key", "value", "bias"))
+    assert_three_kernels(text, modules)
+    assert ("tensor<2x4x1000x1024xf32>" in text) == deterministic
+    assert any("tt.atomic_rmw fadd" in module for module in modules) != deterministic
+
+
 @pytest.mark.parametrize("heads", [1, 4])
 def test_dense_mask_and_bias_with_gradient(modules, heads):
     dense = abstract((2, heads, 1, 1024), jnp.bool_)
@@ -194,9 +206,10 @@ def test_float32_products_are_not_rounded_to_tf32(modules):
     assert not any("tf32" in line.split("inputPrecision")[-1] for line in dots)
 
 
-def test_more_heads_than_a_grid_axis_takes(modules):
+@pytest.mark.parametrize("shape", [(3, 16, 70_000, 16), (70_000, 16, 1, 16)], ids=str)
+def test_more_heads_or_rows_than_a_grid_axis_takes(modules, shape):
     """CUDA's second and third grid axes end at 65,535: the launch must fold longer ones."""
-    array = abstract((3, 16, 70_000, 16), jnp.bfloat16)
+    array = abstract(shape, jnp.bfloat16)
     call = AttentionCall(query=array, key=array, value=array, static_scale=0.25)
     text = lower(call)
     assert_three_kernels(text, modules)
