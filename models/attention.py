@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 from models.config import ModelConfig
 from models.layers import Projection, RMSNorm, residual_gain
 from models.rope import RotaryTable, apply_rotary
-from pallas_flash import dot_product_attention
+from models.sharded_attention import attention
 
 
 class Attention(nnx.Module):
@@ -51,14 +51,13 @@ class Attention(nnx.Module):
         query, key, value = self.query(x), self.key(x), self.value(x)
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)
-        attended = dot_product_attention(
+        attended = attention(
             apply_rotary(query, rotary),
             apply_rotary(key, rotary),
             value,
             is_causal=True,
             local_window_size=None if window is None else (window - 1, 0),
-            query_segment_ids=segment_ids,
-            key_value_segment_ids=segment_ids,
+            segment_ids=segment_ids,
             implementation=self.implementation,
         )
         return self.output(attended)

@@ -22,6 +22,7 @@ from models.config import ModelConfig
 from models.layers import Embedding, Projection, RMSNorm, SwiGLU, vocabulary_logits
 from models.rope import RotaryTable, positions_in_segments, rotary_table
 from models.rope_scaling import scaled_frequencies
+from models.sharding import constrain_activations
 
 Params = dict[str, Any]
 """Nested dict of arrays, keyed by attribute names of `Decoder`; `blocks` leaves lead with L."""
@@ -107,11 +108,13 @@ class Decoder(nnx.Module):
         """
         rotary = self._rotary(x.shape[:2], segment_ids, positions)
         graphdef, stack = nnx.split(self.blocks)
+        x = constrain_activations(x)
         for window, start, stop in _runs(self.config.windows):
 
             def step(x: Array, layer: nnx.State, window=window) -> tuple[Array, None]:
                 block = nnx.merge(graphdef, layer)
-                return block(x, rotary=rotary, segment_ids=segment_ids, window=window), None
+                x = block(x, rotary=rotary, segment_ids=segment_ids, window=window)
+                return constrain_activations(x), None
 
             x = self._through(_with_remat(step, self.config), x, stack, start, stop)
         return self.final_norm(x)

@@ -22,6 +22,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from models.config import ModelConfig
+from models.sharding import constrain_table
 
 
 def _truncated_normal(
@@ -123,7 +124,7 @@ class Embedding(nnx.Module):
         A traced token cannot raise, and the nearest row would be a wrong answer that looks right.
         """
         rows = (
-            self.table[...]
+            constrain_table(self.table[...])
             .at[tokens]
             .get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
         )

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
 
 AXES = ("data", "fsdp", "context", "tensor")
 BATCH = ("data", "fsdp")
@@ -107,6 +108,42 @@ def shardings(tree: Any, mesh: Mesh) -> Any:
         return NamedSharding(mesh, spec_for(name, leaf.shape, mesh))
 
     return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def active_mesh() -> AbstractMesh | None:
+    """The mesh of this module that `jax.set_mesh` has set, if it has more than one device.
+
+    None inside a `shard_map` of it: there every array is a device's own.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    ours = mesh.axis_names == AXES and set(mesh.axis_types) == {AxisType.Auto}
+    return mesh if ours and mesh.size > 1 else None
+
+
+def constrain_activations(x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    """The residual stream is split over batch and sequence and whole in D.
+
+    Said once a block: otherwise the partitioner may choose to split D, as its parameters are, and
+    to gather whole batches for it.
+    """
+    return _constrain(x, P(BATCH, "context", None))
+
+
+def constrain_table(table: Float[Array, "V D"]) -> Float[Array, "V D"]:
+    """The token embedding is gathered over fsdp before rows are looked up in it.
+
+    A lookup in columns that are split over fsdp would give every device the whole batch.
+    """
+    return _constrain(table, P("tensor" if _divides(table.shape[0], "tensor") else None, None))
+
+
+def _constrain(x: Array, spec: P) -> Array:
+    return x if active_mesh() is None else jax.lax.with_sharding_constraint(x, spec)
+
+
+def _divides(size: int, axis: str) -> bool:
+    mesh = active_mesh()
+    return mesh is not None and size % mesh.shape[axis] == 0
 
 
 def check_batch(rows: int, seq_len: int, mesh: Mesh) -> None:

@@ -94,7 +94,8 @@ def _compile_step(recipe: Recipe, shapes: tuple[tuple[str, tuple[int, ...], str]
     batch = {name: jax.ShapeDtypeStruct(s, dtype, sharding=tokens) for name, s, dtype in shapes}
     everywhere = NamedSharding(recipe.mesh, P())
     jitted = jax.jit(step, donate_argnums=0, out_shardings=(places, everywhere))
-    lowered = jitted.lower(state, batch, recipe.like)
+    with jax.set_mesh(recipe.mesh):  # attention looks for it
+        lowered = jitted.lower(state, batch, recipe.like)
     compiled = lowered.compile(compiler_options=dict(recipe.options) or None)
     memory = compiled.memory_analysis()
     return Compiled(compiled, time.monotonic() - begun, getattr(memory, "temp_size_in_bytes", None))

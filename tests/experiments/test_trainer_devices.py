@@ -39,10 +39,15 @@ def check(results: dict) -> None:
             continue
         # Sums in another order: float32 rounding, which 12 steps of training multiply.
         np.testing.assert_allclose(losses, results["one"], rtol=2e-5, err_msg=name)
-    # FSDP gathers the parameters of a layer and never the stack of all layers.
-    stack = {(2, MODEL.d_model, MODEL.ffn_dim), (2, MODEL.ffn_dim, MODEL.d_model)}
-    gathers = collectives(results["hlo"][EIGHT])["all-gather"]
-    assert not stack & set(gathers)
+    # Keys and values (B, T, K, H) of a device travel around the ring.
+    found = collectives(results["hlo"][EIGHT])
+    assert (4, 8, 1, 8) in found["collective-permute"]
+    # Gathered are the matrices of one layer and the two of the vocabulary, each still split over
+    # tensor: never the stack of layers, never activations.
+    d, f, v = MODEL.d_model, MODEL.ffn_dim // 2, MODEL.vocab_size // 2
+    heads = (MODEL.num_heads // 2, MODEL.head_dim)
+    matrices = {(d, *heads), (*heads, d), (d, f), (f, d), (d, v), (v, d)}
+    assert set(found["all-gather"]) == matrices
     assert results["share"]["one"] == [1.0, 1.0]
     assert results["share"][EIGHT] == [0.25, 0.25]
 
@@ -62,7 +67,8 @@ def test_one_two_four_and_eight_devices_give_the_same_losses():
 def collectives(hlo: str) -> dict[str, list[tuple[int, ...]]]:
     """Shapes of the results of each kind of collective."""
     found: dict[str, list[tuple[int, ...]]] = {}
-    pattern = r"= (?:\()?\w+\[([\d,]*)\][^=]* (all-gather|all-reduce|reduce-scatter|all-to-all)"
+    kinds = "all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute"
+    pattern = rf"= (?:\()?\w+\[([\d,]*)\][^=]* ({kinds})"
     for shape, kind in re.findall(pattern, hlo):
         found.setdefault(kind, []).append(tuple(int(n) for n in shape.split(",") if n))
     return found

@@ -18,7 +18,7 @@ from experiments.training.loop import Trainer
 from experiments.training.programs import Programs
 from models.sharding import MeshConfig, make_mesh
 
-MODEL = replace(TINY.model, num_layers=2)
+MODEL = replace(TINY.model, num_layers=2, attention_implementation="xla")  # fit for a ring
 SCHEDULE = replace(TINY.schedule, total_steps=12, cooldown_steps=4)
 MESHES = {
     "one": (1, MeshConfig()),

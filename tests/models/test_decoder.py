@@ -322,7 +322,7 @@ def test_attention_implementation_reaches_the_kernel_call(monkeypatch, implement
         asked.append(implementation)
         return dot_product_attention(*arrays, implementation=implementation, **options)
 
-    monkeypatch.setattr("models.attention.dot_product_attention", spy)
+    monkeypatch.setattr("models.sharded_attention.dot_product_attention", spy)
     config = dataclasses.replace(CONFIG, attention_implementation=implementation)
     jax.eval_shape(partial(apply, config), _params(CONFIG), _tokens())
     assert set(asked) == {implementation}
