@@ -217,7 +217,9 @@ class _Chain:
 
 def _sketch(documents: _Chain, config: NearDuplicateConfig, workers: int) -> _Sketches:
     bands, rows = config.band_shape()
-    permutations = minhash.Permutations.draw(config.permutations, config.seed)
+    # Only an estimate of the similarity needs the permutations that no band uses.
+    count = bands * rows if config.verify else config.permutations
+    permutations = minhash.Permutations.draw(count, config.seed)
 
     def sketch(batch: list[Document | str]):
         texts = [text_of(document) for document in batch]
