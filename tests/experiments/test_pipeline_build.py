@@ -181,6 +181,31 @@ def test_equal_bytes_for_any_number_of_workers_and_after_a_changed_mind(project)
     assert digests(build(project, workers=1, out="one").root) == one
 
 
+def test_nothing_is_cut_from_exempt_sources(project):
+    config = """
+out = "cut"
+EXEMPT
+[[source]]
+name = "text"
+paths = ["text.txt"]
+[[source]]
+name = "code"
+paths = ["code"]
+[substrings]
+min_bytes = 100
+"""
+    shared = "".join(f"line {i} of what both hold\n" for i in range(10))
+    (project / "text.txt").write_text("Of the text alone.\n" + shared)
+    (project / "code" / "0.py").write_text("# of the code alone\n" + shared)
+    kept = {}
+    for exempt in ("", 'substrings_exempt = ["code"]'):
+        (project / "build.toml").write_text(config.replace("EXEMPT", exempt))
+        result = build(project, workers=1)
+        kept[exempt] = {r.id: len(r.text) for r in result.stream() if r.id.endswith("0.py:0")}
+    without, with_exempt = (next(iter(found.values())) for found in kept.values())
+    assert without < 100 < len(shared) < with_exempt
+
+
 def test_a_finished_build_does_nothing_and_new_input_is_seen(project, monkeypatch):
     first = build(project, workers=1)
     monkeypatch.setattr(stages.WorkerPool, "run", None)  # nothing may run

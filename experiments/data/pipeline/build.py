@@ -220,7 +220,11 @@ def cut_substrings(build: Build, held: Held) -> StageResult:
     def prepare(folder: Path) -> None:
         decide_cuts(folder, stream, config, held=held.read(), workers=build.config.processes)
 
-    result = build.run_on_shards(SubstringStage(config), inputs=held.digests, prepare=prepare)
+    result = build.run_on_shards(
+        SubstringStage(config, build.config.substrings_exempt),
+        inputs=held.digests,
+        prepare=prepare,
+    )
     build.sections["Exact substrings"] = read_json(result.folder / COUNTS)
     return result
 

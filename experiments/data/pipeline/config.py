@@ -32,6 +32,8 @@ class BuildConfig:
       clean: repair, rules, language, toxicity, personal data.
       near_duplicates: drops all but one of each cluster of similar documents.
       substrings: cuts text that repeats exactly, but for its first time.
+      substrings_exempt: sources that nothing is cut from, such as program code, which a hole
+        would break; what they hold is cut from the others all the same.
       held_out: text (``[[held_out]]``, as sources) that no document may resemble or repeat.
       quality: scores by perplexity and classifier, thresholds by quantile.
       tokenize: trains or takes a tokenizer and writes the token store.
@@ -47,6 +49,7 @@ class BuildConfig:
     clean: CleanConfig | None = None
     near_duplicates: NearDuplicateConfig | None = None
     substrings: SubstringConfig | None = None
+    substrings_exempt: tuple[str, ...] = ()
     held_out: tuple[SourceConfig, ...] = ()
     quality: QualityConfig | None = None
     tokenize: TokenizeConfig | None = None

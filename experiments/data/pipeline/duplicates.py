@@ -133,15 +133,21 @@ def _cuts(path: Path, time_ns: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class SubstringStage:
-    """Cuts what ``decide_cuts`` decided on; a document of which too little is left is dropped."""
+    """Cuts what ``decide_cuts`` decided on; a document of which too little is left is dropped.
+
+    Attributes:
+      config: what counts as a repeat.
+      exempt: sources that nothing is cut from.
+    """
 
     config: SubstringConfig
+    exempt: tuple[str, ...] = ()
     name: ClassVar[str] = "substrings"
     version: ClassVar[int] = 1
 
     @property
-    def settings(self) -> SubstringConfig:
-        return self.config
+    def settings(self) -> list[Any]:
+        return [self.config, self.exempt]
 
     def records(self, unit: Unit, root: Path, folder: Path, tally: Tally) -> Iterator[Record]:
         shard, first = unit.payload
@@ -149,6 +155,9 @@ class SubstringStage:
         cuts = _cuts(path, path.stat().st_mtime_ns)
         limits = functools.partial(np.searchsorted, cuts[:, 0])
         for index, record in enumerate(read_records(root / shard), start=first):
+            if record.source in self.exempt:
+                yield record
+                continue
             spans = cuts[limits(index, side="left") : limits(index, side="right"), 1:].tolist()
             kept = cut_spans(record, spans, self.config, tally) if spans else record
             if kept is not None:
