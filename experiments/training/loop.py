@@ -79,6 +79,7 @@ class Flying:
     seq_len: int
     batch_size: int
     loader_wait: float
+    compile_count: int
 
 
 class Trainer:
@@ -216,7 +217,8 @@ class Trainer:
         schedule = self.programs.schedule(self.history.lr_factor(at.step))
         at.state, metrics = step.run(at.state, batch, schedule)
         at.index = index + 1
-        return Flying(metrics, phase.tokens, phase.seq_len, phase.batch_size, waited)
+        compiled = len(self.programs.used)
+        return Flying(metrics, phase.tokens, phase.seq_len, phase.batch_size, waited, compiled)
 
     def land(self, flying: Flying | None) -> Spike | None:
         """Read a step's metrics: count, log, and look for a spike."""
@@ -236,7 +238,7 @@ class Trainer:
             **self.meter.lap(flying.tokens, flying.seq_len),
             "loader_wait": flying.loader_wait,
             **memory(),
-            "compile_count": len(self.programs.used),
+            "compile_count": flying.compile_count,
             "attempt": len(self.history.rollbacks),
         }
         if values["step"] % self.config.log_every == 0 or not accepted:

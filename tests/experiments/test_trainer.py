@@ -279,3 +279,26 @@ def test_rollbacks_can_be_turned_off(tmp_path):
     run(config, source=Poisoned(config))
     assert [r["data_index"] for r in rows_of(config) if not r["accepted"]] == list(POISON)
     assert not [e for e in events_of(config) if e["kind"] == "rollback"]
+
+
+def test_a_ramp_and_a_longer_context_compile_once_each_and_resume(tmp_path):
+    """Batches grow at batch 4; at 8 sequences double and the RoPE base rises."""
+    changes = {
+        "batch_ramp": ((4, 16),),
+        "context": ((8, 32, 5e4),),
+        "schedule": replace(TINY.schedule, total_steps=12, cooldown_steps=4),
+    }
+    config = in_folder(tmp_path / "straight", **changes)
+    run(config)
+    rows = rows_of(config)
+    assert [(r["batch_size"], r["seq_len"]) for r in rows] == [(8, 16)] * 4 + [(16, 16)] * 4 + [
+        (8, 32)
+    ] * 4
+    assert [r["compile_count"] for r in rows] == [1] * 4 + [2] * 4 + [3] * 4
+    assert [e["expected"] for e in events_of(config) if e["kind"] == "compiled"] == [3] * 3
+    assert rows[-1]["tokens"] == 4 * 128 + 8 * 256
+    stopped = in_folder(tmp_path / "stopped", **changes)
+    asked = iter([False] * 6 + [True])
+    assert Trainer(stopped, make_dataset(), stop=lambda: next(asked)).run() == "stopped"
+    run(stopped)
+    assert different(final_state(stopped)[0], final_state(config)[0]) == []
