@@ -29,7 +29,7 @@ VULGAR = [
     "arsehole", "assholes", "asshole", "bitches", "blowjob", "bullshit", "cumshot", "cunt",
     "cunts", "dickhead", "fuck", "fucked", "fucker", "fuckers", "fucking", "gangbang",
     "handjob", "milf", "motherfucker", "motherfucking", "porn", "pornhub", "porno", "shit",
-    "shitty", "slut", "sluts", "whore", "whores", "xxx",
+    "shitty", "slut", "sluts", "whore", "whores",
 ]  # fmt: skip
 
 
