@@ -15,6 +15,7 @@ from pallas_flash.hopper.forward import forward as query_tiles
 from pallas_flash.hopper.problem import masks_first_only
 from pallas_flash.hopper.tile_sizes import ROWS, default_forward_tiles
 from pallas_flash.triton.attention import backward as triton_backward
+from pallas_flash.varying import vary_like
 
 NAME = "mosaic"
 DTYPES = ("bfloat16", "float16")
@@ -101,7 +102,8 @@ def forward(call: AttentionCall) -> tuple[Array, Array]:
     assert isinstance(multiprocessors, int)
     masks_in_loop = not masks_first_only(call.mask, sizes)
     tiles = default_forward_tiles(sizes.H, sizes.Hv, masks_in_loop=masks_in_loop)
-    return query_tiles(call, tiles, multiprocessors)
+    # The kernel's results carry no mark of the shard_map axes over which its operands vary.
+    return vary_like(query_tiles(call, tiles, multiprocessors), call)
 
 
 def backward_unsupported(call: AttentionCall) -> str | None:

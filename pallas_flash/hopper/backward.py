@@ -64,6 +64,7 @@ from pallas_flash.hopper.backward_softmax import (
 )
 from pallas_flash.hopper.backward_tiles import HALF, BackwardTiles
 from pallas_flash.mask import Mask
+from pallas_flash.varying import vary_like
 
 TMA_ROWS = 8
 """Rows of a swizzled tile: sequences reach TMA in multiples of this."""
@@ -142,9 +143,10 @@ def _launch(problem: Problem, inputs: Inputs) -> tuple[Array, Array, Array]:
         kernel_name="pallas_flash_hopper_backward",
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
     )
+    given = [getattr(inputs, name) for name in inputs.present]
+    # The kernel takes no refs that vary over a shard_map's mesh, so that only the results do.
     dquery = jax.new_ref(jnp.zeros(inputs.query.shape, jnp.float32))
-    dkey, dvalue = launch(*(getattr(inputs, name) for name in inputs.present), dquery)
-    return dkey, dvalue, dquery[...]
+    return vary_like((*launch(*given, dquery), dquery[...]), given)
 
 
 def _opaque_zero() -> Index:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from problems import ABSTRACT_MASKS as MASKS
 from problems import abstract
 
-from pallas_flash import vjp
+from pallas_flash import api, vjp
 from pallas_flash.call import AttentionCall
 from pallas_flash.hopper import attention
 from pallas_flash.hopper.backward import backward
@@ -130,18 +130,40 @@ def test_every_option_lowers(head_dim, option):
     assert "@mosaic_gpu" in lower(abstract_call(head_dim, mask=Mask(is_causal=True)), tiles)
 
 
-def test_gradients_of_a_call_run_both_hopper_kernels(monkeypatch):
+def total(*arrays):
+    result: Any = vjp.attention(attention, api.build_call(*arrays, is_causal=True))
+    return jnp.sum(result[0].astype(jnp.float32))
+
+
+def summed_over_devices(*arrays):
+    """What data parallelism does: a loss summed over the mesh, gradients of each shard."""
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec("data")
+    loss = jax.shard_map(
+        lambda *arrays: jax.lax.psum(total(*arrays), "data"),
+        mesh=mesh,
+        in_specs=(spec,) * 3,
+        out_specs=jax.sharding.PartitionSpec(),
+    )
+    return loss(*arrays)
+
+
+TRANSFORMS = {
+    "grad": (total, 0),
+    "vmap": (lambda *arrays: jnp.sum(jax.vmap(total)(*arrays)), 1),
+    "checkpoint": (jax.checkpoint(total), 0),
+    "shard_map": (summed_over_devices, 0),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_gradients_under_a_transform_run_both_hopper_kernels(name, monkeypatch):
     monkeypatch.setattr(attention, "_device_property", {"core_count": 132}.get)
-    call = abstract_call(128, mask=Mask(is_causal=True))
-
-    def total(call):
-        result: Any = vjp.attention(attention, call)
-        return jnp.sum(result[0])
-
-    def gradients(call):
-        return jax.grad(total)(call)
-
-    text = jax.jit(gradients).trace(call).lower(lowering_platforms=("cuda",)).as_text()
+    function, mapped_axes = TRANSFORMS[name]
+    shapes = ((2, 256, 4, 128), (2, 256, 2, 128), (2, 256, 2, 128))
+    arrays = [abstract((3,) * mapped_axes + shape, jnp.bfloat16) for shape in shapes]
+    gradients = jax.jit(jax.grad(function, argnums=(0, 1, 2)))
+    text = gradients.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu") == 2
     assert "pallas_flash_hopper_forward" in text
     assert "pallas_flash_hopper_backward" in text
