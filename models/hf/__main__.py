@@ -75,7 +75,7 @@ class Verify:
     reference: Path | None = None
     """safetensors with tokens [B, T] and logits [B, T, V]; without it transformers is asked."""
     tolerance: float = 1e-4
-    """Largest difference of a logit that passes."""
+    """Largest difference of a logit that passes, as a share of the largest logit (or of 1)."""
     length: int = 128
     """Random tokens to compare on, where transformers computes the reference."""
     seed: int = 0
@@ -97,8 +97,8 @@ class Verify:
         passed = agreement.within(self.tolerance)
         print(
             f"{'ok' if passed else 'FAILED'}: {agreement.tokens} positions, largest difference "
-            f"{agreement.max_difference:.3g} (at position {agreement.worst_position}; tolerance "
-            f"{self.tolerance:g}), largest KL {agreement.max_kl:.3g} nats, same best token at "
+            f"{agreement.max_difference:.3g} of logits up to {agreement.scale:.3g} (at position "
+            f"{agreement.worst_position}; tolerance {self.tolerance:g}), largest KL {agreement.max_kl:.3g} nats, same best token at "
             f"{agreement.same_top:.1%}"
         )
         return 0 if passed else 1

@@ -325,6 +325,12 @@ def test_comparison_never_passes_nan():
     broken = logits.copy()
     broken[0, 1, 2] = np.nan
     assert compare(logits, logits).within(0.0)
+    assert not compare(logits + 2e-4, logits).within(1e-4), "of 1 where logits are small"
+    large = logits + np.array([0.0, 10.0, -30.0, 0.0])
+    agreement = compare(large + 2e-3, large)
+    assert agreement.scale == 30.0
+    assert agreement.within(1e-4)
+    assert not agreement.within(1e-5)
     assert not compare(broken, logits).within(1e9)
     assert not compare(logits, broken).within(1e9)
     with pytest.raises(ValueError, match="our logits have shape"):

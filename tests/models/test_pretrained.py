@@ -40,11 +40,11 @@ def test_what_we_export_transformers_runs_alike(tmp_path: Path, family: str, cas
     theirs = transformers_logits(out, held["tokens"])
     exported = compare(theirs, held[f"{family}.{case}"][None])
     print(f"\n{family} {case}: exported {exported.max_difference:.2g}", end="")
-    assert exported.within(1e-4), "transformers on our export, and on the original"
+    assert exported.max_difference < 1e-4, "transformers on our export, and on the original"
     long_enough = dataclasses.replace(config, max_seq_len=LENGTH)
     ours = compare(our_logits(loaded._replace(config=long_enough), held["tokens"]), theirs)
     print(f", ours {ours.max_difference:.2g}", end="")
-    assert ours.within(1e-4), "we, and transformers on our export"
+    assert ours.max_difference < 1e-4, "we, and transformers on our export"
 
 
 def test_verify_command_asks_transformers(tmp_path: Path, capsys):
