@@ -98,8 +98,8 @@ class Verify:
         print(
             f"{'ok' if passed else 'FAILED'}: {agreement.tokens} positions, largest difference "
             f"{agreement.max_difference:.3g} of logits up to {agreement.scale:.3g} (at position "
-            f"{agreement.worst_position}; tolerance {self.tolerance:g}), largest KL {agreement.max_kl:.3g} nats, same best token at "
-            f"{agreement.same_top:.1%}"
+            f"{agreement.worst_position}; tolerance {self.tolerance:g}), largest KL "
+            f"{agreement.max_kl:.3g} nats, same best token at {agreement.same_top:.1%}"
         )
         return 0 if passed else 1
 
