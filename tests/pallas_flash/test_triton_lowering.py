@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax._src.pallas.triton import lowering as triton_lowering
+from jax.sharding import PartitionSpec as P
 from problems import ABSTRACT_MASKS as MASKS
 from problems import abstract
 
@@ -20,6 +21,7 @@ from pallas_flash.call import AttentionCall, Gradients
 from pallas_flash.mask import Mask
 from pallas_flash.mods import INDICES, Mod
 from pallas_flash.triton.attention import Kernels
+from pallas_flash.varying import vary_like
 
 GPUS = {"A100": "NVIDIA A100", "H100": "NVIDIA H100", "L4": "NVIDIA L4"}
 
@@ -185,6 +187,29 @@ def test_every_argument_lowers_with_its_gradient(modules, feature):
     call = abstract_call(**FEATURES[feature])
     wanted = [name for name in Gradients._fields if getattr(call, name) is not None]
     assert_three_kernels(lower(call, cotangents=wanted), modules)
+
+
+def test_shard_map_with_varying_axes_checked(modules):
+    """As on a GPU: the interpreter has no such checks."""
+
+    def loss(*arrays):
+        call = AttentionCall(
+            **dict(zip(("query", "key", "value", "bias"), arrays, strict=True)), static_scale=0.125
+        )
+        return jnp.sum(vjp.attention(Kernels(), vary_like(call, call))[0])
+
+    device = jax.sharding.AbstractDevice(device_kind=GPUS["H100"], num_cores=None, platform="gpu")
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh((2,), ("x",), auto, abstract_device=device)
+    sharded = jax.shard_map(
+        jax.grad(loss, (0, 1, 2, 3)), mesh=mesh,
+        in_specs=(P("x"), P("x"), P("x"), P()), out_specs=(P("x"), P("x"), P("x"), P()),
+    )  # fmt: skip
+    array = abstract((2, 256, 4, 64), jnp.bfloat16)
+    arrays = (array, array, array, abstract((1, 4, 256, 256), jnp.bfloat16))
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(sharded).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    assert_three_kernels(text, modules)
 
 
 @pytest.mark.parametrize(
