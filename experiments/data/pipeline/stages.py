@@ -170,31 +170,36 @@ def run_stage(
         if left:
             task = _Task(stage, root, folder, shard_bytes)
             (pool or WorkerPool()).run(task, left, label=stage.name)
-        shards: list[Shard] = []
-        tally = Tally()
-        cpu, memory = 0.0, 0
-        for unit in units:
-            record = json.loads((place / f"{unit.key}.json").read_text(encoding="utf-8"))
-            shards += [Shard(**row) for row in record["shards"]]
-            tally.merge(Tally.from_json(record["tally"]))
-            cpu += record["cpu_seconds"]
-            memory = max(memory, record["peak_memory_mb"])
+        result = _collect(stage.name, place, units, fingerprint)
         if cached:
             preparing = read_json(place / "stage.json").get("prepare_cpu_seconds", 0.0)
         else:
-            value = {"prepare_cpu_seconds": round(preparing, 3), "tally": tally.to_json()}
+            value = {"prepare_cpu_seconds": round(preparing, 3), "tally": result.tally.to_json()}
             write_json(place / "stage.json", value)
-    seconds = time.monotonic() - start
+    return dataclasses.replace(
+        result,
+        seconds=time.monotonic() - start,
+        cpu_seconds=result.cpu_seconds + preparing,
+        cached=cached,
+    )
+
+
+def _collect(name: str, place: Path, units: Sequence[Unit], fingerprint: str) -> StageResult:
+    """Adds up the records of a stage's units, in their order."""
+    records = [json.loads((place / f"{unit.key}.json").read_text("utf-8")) for unit in units]
+    tally = Tally()
+    for record in records:
+        tally.merge(Tally.from_json(record["tally"]))
     return StageResult(
-        stage.name,
-        place,
-        tuple(shards),
-        tally,
-        fingerprint,
-        seconds,
-        cpu + preparing,
-        memory,
-        cached,
+        name=name,
+        folder=place,
+        shards=tuple(Shard(**row) for record in records for row in record["shards"]),
+        tally=tally,
+        fingerprint=fingerprint,
+        seconds=0.0,
+        cpu_seconds=sum(record["cpu_seconds"] for record in records),
+        peak_memory_mb=max((record["peak_memory_mb"] for record in records), default=0),
+        cached=False,
     )
 
 
