@@ -9,8 +9,16 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("pallas_flash", "models", "experiments")
-# The wheel carries pallas_flash alone, so what it imports at run time is what it depends on.
-LIBRARY_MAY_IMPORT = {"jax", "numpy", "jaxtyping", "pallas_flash", *sys.stdlib_module_names}
+# The wheel carries pallas_flash alone, so what it imports at run time is what it depends on. jaxlib
+# is a dependency of jax, pinned to it, and holds the MLIR dialects of an inline instruction.
+LIBRARY_MAY_IMPORT = {
+    "jax",
+    "jaxlib",
+    "numpy",
+    "jaxtyping",
+    "pallas_flash",
+    *sys.stdlib_module_names,
+}
 
 
 def imported_packages(path: Path) -> set[str]:
