@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from problems import QUICK
 
 import pallas_flash
 
@@ -55,7 +56,7 @@ def test_vmap_of_gradients_over_any_axes(axes):
 
     def run(function):
         gradient = jax.value_and_grad(functools.partial(loss, function), by)
-        return jax.jit(jax.vmap(gradient, axes))(*mapped)
+        return jax.jit(jax.vmap(gradient, axes), compiler_options=QUICK)(*mapped)
 
     assert_all_close(run(attention), run(reference))
 
@@ -73,7 +74,7 @@ def test_jacrev():
     q, k, v = Q[0, :, :3], K[0, :, :5], V[0, :, :5]
 
     def run(function):
-        return jax.jacrev(lambda q: function(q, k, v))(q)
+        return jax.jit(jax.jacrev(lambda q: function(q, k, v)), compiler_options=QUICK)(q)
 
     assert_all_close(run(attention), run(reference))
 
@@ -96,7 +97,8 @@ def test_second_derivatives_are_the_references():
             out, lse = function(q, k, v, is_causal=True, return_residual=True)
             return jnp.sum(jnp.sin(out)) + jnp.sum(lse**2)
 
-        return jax.grad(lambda q: jnp.sum(jax.grad(inner)(q) * jnp.cos(q)))(q)
+        outer = jax.grad(lambda q: jnp.sum(jax.grad(inner)(q) * jnp.cos(q)))
+        return jax.jit(outer, compiler_options=QUICK)(q)
 
     assert_all_close(directional(attention), directional(reference))
 
