@@ -37,7 +37,7 @@ def unsupported(call: AttentionCall, platform: str) -> str | None:
     sizes = call.sizes
     argument = beyond_foundation(call if WITHHELD else _foundation_part(call))
     if argument is not None:
-        return f"the Hopper kernels do not serve {argument} yet; 'xla' does"
+        return f"the Hopper kernels do not serve {argument} yet; 'triton' and 'xla' do"
     if call.bias is not None:
         return "the Hopper kernels do not serve bias yet; 'triton' and 'xla' do"
     if call.mask.dense is not None:
