@@ -47,6 +47,11 @@ def unsupported(call: AttentionCall, platform: str) -> str | None:
             f"query has dtype {call.query.dtype.name}, the Hopper kernels take "
             f"{' and '.join(DTYPES)}; cast, or use 'triton' or 'xla'"
         )
+    if 0 in sizes:
+        return (
+            f"query {call.query.shape}, key {call.key.shape} or value {call.value.shape} is empty, "
+            "the Hopper kernels need something to do; 'triton' and 'xla' take empty arrays"
+        )
     for name, dim in (("query", sizes.H), ("value", sizes.Hv)):
         if dim % ROWS or dim > LARGEST_HEAD_DIM:
             return (

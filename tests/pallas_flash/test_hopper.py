@@ -138,6 +138,7 @@ def test_bad_tiles_name_the_field(field):
         ({"query": abstract((2, 64, 4, 64), jnp.float32)}, "dtype float32"),
         ({"query": abstract((2, 64, 4, 72), jnp.bfloat16)}, "query has head dim 72"),
         ({"value": abstract((2, 64, 2, 320), jnp.bfloat16)}, "value has head dim 320"),
+        ({"query": abstract((2, 0, 4, 64), jnp.bfloat16)}, "is empty"),
         ({"bias": abstract((1, 1, 64, 64), jnp.bfloat16)}, "bias"),
         ({"dropout_rate": 0.5, "dropout_seed": abstract((2,), jnp.uint32)}, "dropout_rate"),
         # Withheld until their GPU tests have run.
