@@ -10,10 +10,12 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_flash.call import AttentionCall
 from pallas_flash.hopper.backward_problem import LOG2_E, Inputs, Problem
+from pallas_flash.hopper.tables import flat_lengths, id_ranges, narrowed, padded_ids
 from pallas_flash.mask import Bounds, row_lengths
 
 
@@ -52,16 +54,10 @@ def sink_gradient(sinks: Array, lse2: Float[Array, "B N T"], delta: Float[Array,
 def small_operands(call: AttentionCall, problem: Problem) -> Inputs:
     """The inputs that only some calls have."""
     sizes, mask, tiles = problem.sizes, call.mask, problem.tiles
-    found = Inputs()
-    if mask.has_lengths:
-        lengths = (
-            row_lengths(mask.query_lengths, sizes.B, sizes.T),
-            row_lengths(mask.key_value_lengths, sizes.B, sizes.S),
-        )
-        found = found._replace(lengths=jnp.concatenate(lengths))
+    found = Inputs(lengths=flat_lengths(mask, sizes))
     if mask.segments is not None:
-        q_ids = _padded(mask.segments[0], tiles.queries, -1)
-        k_ids = _padded(mask.segments[1], tiles.keys, -2)
+        q_ids = padded_ids(mask.segments[0], pl.cdiv(sizes.T, tiles.queries) * tiles.queries, -1)
+        k_ids = padded_ids(mask.segments[1], problem.key_tiles * tiles.keys, -2)
         bounds = tile_bounds(call, problem, q_ids, k_ids)
         found = found._replace(
             query_ids=q_ids,
@@ -71,12 +67,6 @@ def small_operands(call: AttentionCall, problem: Problem) -> Inputs:
     if call.alibi_slopes is not None:
         found = found._replace(slopes=call.alibi_slopes.astype(jnp.float32))
     return found
-
-
-def _padded(ids: Int[Array, "B L"], block: int, nobody: int) -> Int[Array, "B padded"]:
-    """Ids of whole tiles, padding replaced by an id that the other side never has."""
-    ids = jnp.where(ids >= 0, ids.astype(jnp.int32), nobody)
-    return jnp.pad(ids, ((0, 0), (0, -ids.shape[1] % block)), constant_values=nobody)
 
 
 def tile_bounds(
@@ -95,35 +85,9 @@ def tile_bounds(
         q_length=row_lengths(others.query_lengths, sizes.B, sizes.T)[:, None],
         kv_length=row_lengths(others.key_value_lengths, sizes.B, sizes.S)[:, None],
     ).in_tiles(tiles.queries)
-    q_low, q_high, q_whole = _range(q_ids.reshape(sizes.B, -1, tiles.queries))
-    k_low, k_high, k_whole = _range(k_ids.reshape(sizes.B, -1, tiles.keys))
+    q_low, q_high, q_whole = id_ranges(q_ids.reshape(sizes.B, -1, tiles.queries))
+    k_low, k_high, k_whole = id_ranges(k_ids.reshape(sizes.B, -1, tiles.keys))
     # (B, key tiles, query tiles)
     meets = (k_low[:, :, None] <= q_high[:, None]) & (q_low[:, None] <= k_high[:, :, None])
     one = (k_whole & (k_low == k_high))[:, :, None] & (q_whole & (q_low == q_high))[:, None]
-    return _narrowed(bounds, meets, one & meets)
-
-
-def _range(
-    ids: Int[Array, "B n size"],
-) -> tuple[Int[Array, "B n"], Int[Array, "B n"], Bool[Array, "B n"]]:
-    """Smallest and largest id of each tile, padding aside, and whether there is no padding."""
-    limits = jnp.iinfo(jnp.int32)
-    low = jnp.min(jnp.where(ids >= 0, ids, limits.max), axis=-1)
-    high = jnp.max(jnp.where(ids >= 0, ids, limits.min), axis=-1)
-    return low, high, jnp.all(ids >= 0, axis=-1)
-
-
-def _narrowed(bounds: Bounds, meets: Bool[Array, "B k q"], full: Bool[Array, "B k q"]) -> Bounds:
-    """The bounds narrowed to the tiles of a map."""
-    count = meets.shape[-1]
-    tile = jnp.arange(count, dtype=jnp.int32)
-    lo, full_lo, full_hi, hi = (jnp.broadcast_to(x, meets.shape[:2])[..., None] for x in bounds)
-    meets &= (tile >= lo) & (tile < hi)
-    full &= (tile >= full_lo) & (tile < full_hi)
-    first = jnp.argmax(meets, axis=-1)
-    last = jnp.where(meets.any(axis=-1), count - jnp.argmax(meets[..., ::-1], axis=-1), first)
-    start = jnp.where(full.any(axis=-1), jnp.argmax(full, axis=-1), first)
-    ended = ~full & (tile >= start[..., None])
-    end = jnp.where(ended.any(axis=-1), jnp.argmax(ended, axis=-1), count)
-    end = jnp.where(full.any(axis=-1), end, start)
-    return Bounds(*(x.astype(jnp.int32) for x in (first, start, end, last)))
+    return narrowed(bounds, meets, one & meets)

@@ -9,21 +9,17 @@ are in order (packed documents), and stays right where they are not.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Int
 
 from pallas_flash.call import AttentionCall
 from pallas_flash.hopper.problem import Problem
+from pallas_flash.hopper.tables import flat_lengths, id_ranges, narrowed, padded_ids
 from pallas_flash.hopper.tile_sizes import ROWS
-from pallas_flash.mask import Bounds, row_lengths
-
-if TYPE_CHECKING:  # a type checker takes a one-letter shape string for a variable
-    Flat = Array
-else:
-    Flat = Int[Array, "n"]
+from pallas_flash.mask import row_lengths
 
 
 class Operands(NamedTuple):
@@ -51,16 +47,10 @@ class Operands(NamedTuple):
 def operands(call: AttentionCall, problem: Problem) -> Operands:
     """The small operands of a call, each as one flat array."""
     sizes, mask = problem.sizes, call.mask
-    found = Operands()
-    if mask.has_lengths:
-        lengths = (
-            row_lengths(mask.query_lengths, sizes.B, sizes.T),
-            row_lengths(mask.key_value_lengths, sizes.B, sizes.S),
-        )
-        found = found._replace(lengths=jnp.concatenate(lengths))
+    found = Operands(lengths=flat_lengths(mask, sizes))
     if mask.segments is not None:
-        q_ids = _padded(mask.segments[0], problem.padded_rows, -1)
-        k_ids = _padded(
+        q_ids = padded_ids(mask.segments[0], problem.padded_rows, -1)
+        k_ids = padded_ids(
             mask.segments[1], -(-sizes.S // problem.tiles.keys) * problem.tiles.keys, -2
         )
         rows, units = tile_tables(call, problem, q_ids, k_ids)
@@ -77,12 +67,6 @@ def operands(call: AttentionCall, problem: Problem) -> Operands:
     return found
 
 
-def _padded(ids: Int[Array, "B L"], length: int, nobody: int) -> Int[Array, "B padded"]:
-    """Ids with padding, theirs and ours, replaced by one that the other side never has."""
-    ids = jnp.where(ids >= 0, ids.astype(jnp.int32), nobody)
-    return jnp.pad(ids, ((0, 0), (0, length - ids.shape[1])), constant_values=nobody)
-
-
 def tile_tables(
     call: AttentionCall, problem: Problem, q_ids: Int[Array, "B t"], k_ids: Int[Array, "B s"]
 ) -> tuple[Int[Array, "B rows 4"], Int[Array, "B units 2"]]:
@@ -95,20 +79,12 @@ def tile_tables(
         q_length=row_lengths(others.query_lengths, sizes.B, sizes.T)[:, None],
         kv_length=row_lengths(others.key_value_lengths, sizes.B, sizes.S)[:, None],
     ).in_tiles(tiles.keys)
-    q_low, q_high = _range(q_ids.reshape(sizes.B, -1, ROWS))
-    k_low, k_high = _range(k_ids.reshape(sizes.B, -1, tiles.keys))
-    q_low, q_high, k_low, k_high = (
-        q_low[:, :, None],
-        q_high[:, :, None],
-        k_low[:, None],
-        k_high[:, None],
-    )
-    meets = (q_low <= k_high) & (k_low <= q_high)
-    one = (q_low == q_high) & (k_low == k_high) & (q_low == k_low)
-    # A tile with padding in it has rows or columns to mask.
-    whole_q = jnp.all(q_ids.reshape(sizes.B, -1, ROWS) >= 0, axis=-1)[:, :, None]
-    whole_k = jnp.all(k_ids.reshape(sizes.B, -1, tiles.keys) >= 0, axis=-1)[:, None]
-    rows = _intersect(bounds, meets, one & whole_q & whole_k)
+    q_low, q_high, q_whole = id_ranges(q_ids.reshape(sizes.B, -1, ROWS))
+    k_low, k_high, k_whole = id_ranges(k_ids.reshape(sizes.B, -1, tiles.keys))
+    # (B, 64 query rows, key tiles)
+    meets = (q_low[:, :, None] <= k_high[:, None]) & (k_low[:, None] <= q_high[:, :, None])
+    one = (q_whole & (q_low == q_high))[:, :, None] & (k_whole & (k_low == k_high))[:, None]
+    rows = narrowed(bounds, meets, one & meets)
     lo, full_lo, full_hi, hi = rows
     seen = lo < hi
     many = jnp.iinfo(jnp.int32).max
@@ -119,37 +95,6 @@ def tile_tables(
     first = jnp.minimum(first, k_low.shape[-1] - 1)
     units = jnp.stack([first, jnp.maximum(last, first + 1)], axis=-1)
     return jnp.stack([lo, full_lo, full_hi, hi], axis=-1), units
-
-
-def _range(ids: Int[Array, "B n size"]) -> tuple[Int[Array, "B n"], Int[Array, "B n"]]:
-    """Smallest and largest id of each tile, padding aside; an empty range where all is padding."""
-    limits = jnp.iinfo(jnp.int32)
-    low = jnp.min(jnp.where(ids >= 0, ids, limits.max), axis=-1)
-    return low, jnp.max(jnp.where(ids >= 0, ids, limits.min), axis=-1)
-
-
-def _intersect(bounds: Bounds, meets: Bool[Array, "B n m"], full: Bool[Array, "B n m"]) -> Bounds:
-    """The bounds narrowed to the tiles of a map, as int32 arrays (B, n)."""
-    count = meets.shape[-1]
-    tiles = jnp.arange(count, dtype=jnp.int32)
-    shape = meets.shape[:2]
-    lo, full_lo, full_hi, hi = (
-        jnp.broadcast_to(x, shape)[:, :, None].astype(jnp.int32) for x in bounds
-    )
-    meets &= (tiles >= lo) & (tiles < hi)
-    full &= (tiles >= full_lo) & (tiles < full_hi)
-    start = jnp.argmax(full, axis=-1).astype(jnp.int32)  # of the first run of full tiles
-    after = ~full & (tiles >= start[:, :, None])
-    end = jnp.where(jnp.any(after, axis=-1), jnp.argmax(after, axis=-1), count).astype(jnp.int32)
-    some = jnp.any(full, axis=-1)
-    return Bounds(
-        lo=jnp.argmax(meets, axis=-1).astype(jnp.int32),
-        full_lo=jnp.where(some, start, 0),
-        full_hi=jnp.where(some, end, 0),
-        hi=jnp.where(
-            jnp.any(meets, axis=-1), count - jnp.argmax(meets[..., ::-1], axis=-1), 0
-        ).astype(jnp.int32),
-    )
 
 
 def static_fields(call: AttentionCall) -> dict[str, Any]:
