@@ -168,6 +168,17 @@ class Mask:
         """How many keys the diagonal is moved right: query i stands at key i + offset."""
         return kv_length - q_length if self.causal_alignment == "bottom_right" else 0
 
+    def real_queries(self, batch: int, queries: int) -> Bool[Array, "B T"] | None:
+        """False for queries behind a length or in padding; None when every query is real."""
+        real = None
+        if self.query_lengths is not None:
+            lengths = row_lengths(self.query_lengths, batch, queries)
+            real = jnp.arange(queries) < lengths[:, None]
+        if self.query_segment_ids is not None:
+            inside = self.query_segment_ids >= 0
+            real = inside if real is None else real & inside
+        return real
+
     # ---- tiles, for masks that are intervals ----------------------------------------------------
 
     def kv_bounds(

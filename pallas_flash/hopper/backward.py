@@ -43,7 +43,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_flash.call import AttentionCall, Gradients
-from pallas_flash.hopper.backward_operands import row_statistics, sink_gradient, small_operands
+from pallas_flash.hopper.backward_operands import small_operands
 from pallas_flash.hopper.backward_problem import (
     CONSUMERS,
     Index,
@@ -64,6 +64,7 @@ from pallas_flash.hopper.backward_softmax import (
 )
 from pallas_flash.hopper.backward_tiles import HALF, BackwardTiles
 from pallas_flash.mask import Mask
+from pallas_flash.row_statistics import row_statistics, sink_gradient
 from pallas_flash.varying import vary_like
 
 TMA_ROWS = 8
@@ -102,7 +103,7 @@ def backward(
         soft_cap=call.soft_cap,
         has_alibi=call.alibi_slopes is not None,
     )
-    lse2, delta = row_statistics(call, out, lse, dout, dlse)
+    lse2, delta = row_statistics(out, lse, dout, dlse, call.mask.real_queries(sizes.B, sizes.T))
     rows = ((0, 0), (0, 0), (0, -sizes.T % tiles.queries))
     inputs = small_operands(call, problem)._replace(
         query=_whole_rows(call.query),

@@ -11,44 +11,12 @@ import dataclasses
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Int
 
 from pallas_flash.call import AttentionCall
-from pallas_flash.hopper.backward_problem import LOG2_E, Inputs, Problem
+from pallas_flash.hopper.backward_problem import Inputs, Problem
 from pallas_flash.hopper.tables import flat_lengths, id_ranges, narrowed, padded_ids
 from pallas_flash.mask import Bounds, row_lengths
-
-
-def row_statistics(
-    call: AttentionCall, out: Array, lse: Array, dout: Array, dlse: Array | None
-) -> tuple[Float[Array, "B N T"], Float[Array, "B N T"]]:
-    """LSE in base 2, +inf where nothing is seen, and D = rowsum(dO * O) - dLSE, 0 there."""
-    delta = jnp.einsum("btnh,btnh->bnt", out, dout, preferred_element_type=jnp.float32)
-    real = _real_queries(call)
-    if real is not None:
-        # dO may be NaN there, and 0 * NaN would pass it on.
-        delta = jnp.where(real[:, None], delta, 0.0)
-    if dlse is not None:
-        delta -= dlse
-    unseen = lse == -jnp.inf
-    return jnp.where(unseen, jnp.inf, lse * LOG2_E), jnp.where(unseen, 0.0, delta)
-
-
-def _real_queries(call: AttentionCall) -> Bool[Array, "B T"] | None:
-    """False for queries behind a length or in padding; None when all are real."""
-    mask, sizes, real = call.mask, call.sizes, None
-    if mask.query_lengths is not None:
-        real = jnp.arange(sizes.T) < row_lengths(mask.query_lengths, sizes.B, sizes.T)[:, None]
-    if mask.query_segment_ids is not None:
-        inside = mask.query_segment_ids >= 0
-        real = inside if real is None else real & inside
-    return real
-
-
-def sink_gradient(sinks: Array, lse2: Float[Array, "B N T"], delta: Float[Array, "B N T"]) -> Array:
-    """A sink is a logit without a value: dP is 0, hence its gradient -sum of P D. float32 (N,)."""
-    p = jnp.exp2(sinks.astype(jnp.float32)[:, None] * LOG2_E - lse2)
-    return -jnp.sum(p * delta, axis=(0, 2))
 
 
 def small_operands(call: AttentionCall, problem: Problem) -> Inputs:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -14,8 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_flash.call import Sizes
 from pallas_flash.hopper.backward_tiles import HALF, BackwardTiles
 from pallas_flash.mask import Mask
+from pallas_flash.row_statistics import LOG2_E
 
-LOG2_E = math.log2(math.e)
 CONSUMERS = 2
 Refs = Any
 Index = Any

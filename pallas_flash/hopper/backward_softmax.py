@@ -10,8 +10,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_flash.hopper.backward_problem import LOG2_E, Index, Inputs, Problem, Refs, Scratch, Unit
+from pallas_flash.hopper.backward_problem import Index, Inputs, Problem, Refs, Scratch, Unit
 from pallas_flash.hopper.backward_tiles import HALF, BackwardTiles
+from pallas_flash.row_statistics import LOG2_E
 
 CHUNK = 8
 """Columns masked at a time: their indices take four registers, a whole tile's would spill."""

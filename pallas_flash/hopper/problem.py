@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 from pallas_flash.call import Sizes
 from pallas_flash.hopper import work
 from pallas_flash.hopper.tile_sizes import ROWS, ForwardTiles
 from pallas_flash.mask import Mask
+from pallas_flash.row_statistics import LOG2_E
 
-LOG2_E = math.log2(math.e)
 Refs = Any
 Index = Any
 

@@ -24,9 +24,10 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, nvvm, vector
 
 from pallas_flash.hopper.operands import Operands
-from pallas_flash.hopper.problem import LOG2_E, Index, Problem, Refs, Tile
+from pallas_flash.hopper.problem import Index, Problem, Refs, Tile
 from pallas_flash.hopper.tile_sizes import ROWS
 from pallas_flash.mask import Bounds
+from pallas_flash.row_statistics import LOG2_E
 
 CHUNK = 8
 """Columns taken at a time: a thread holds two rows and two columns of them. Column indices of a

@@ -11,16 +11,16 @@ from jaxtyping import Array, Float
 
 from pallas_flash import vjp
 from pallas_flash.call import AttentionCall, Gradients
+from pallas_flash.row_statistics import row_statistics, sink_gradient
 from pallas_flash.triton.backward import (
     RowGradients,
+    Saved,
     key_value_gradients,
-    prepare,
     query_gradient,
-    sink_gradient,
 )
 from pallas_flash.triton.forward import forward as query_tiles
 from pallas_flash.triton.mods import split
-from pallas_flash.triton.problem import real_queries, split_call
+from pallas_flash.triton.problem import split_call
 from pallas_flash.triton.tile_sizes import TileSizes, default_tile_sizes
 from pallas_flash.triton.walk import Untraceable
 
@@ -73,7 +73,9 @@ class Kernels:
         wanted: frozenset[str],
     ) -> Gradients:
         problem, operands = split_call(call, self.interpret)
-        saved = prepare(out, lse, dout, dlse, real_queries(problem, operands))
+        real = call.mask.real_queries(call.sizes.B, call.sizes.T)
+        lse2, delta = row_statistics(out, lse, dout, dlse, real)
+        saved = Saved(dout.astype(out.dtype), lse2, delta)
         tiles, ds = self.sizes(call), _ds_axes(call) if "bias" in wanted else None
         # Atomic sums need no (B, N, T, S) array, but their order varies.
         shared = call.bias is not None and call.bias.shape[:2] != (call.sizes.B, call.sizes.N)
@@ -101,7 +103,7 @@ class Kernels:
             if by_key is not None:
                 found["bias"] = _sum_like(by_key[:, :, None, :], call.bias)
         if call.sinks is not None and "sinks" in wanted:
-            found["sinks"] = sink_gradient(call.sinks, lse, saved)
+            found["sinks"] = sink_gradient(call.sinks, lse2, delta)
         return Gradients(**found)
 
 

@@ -43,7 +43,7 @@ from pallas_flash.mask import Bounds
 from pallas_flash.triton import blocks
 from pallas_flash.triton.forward import key_tiles
 from pallas_flash.triton.mods import add_to_tables
-from pallas_flash.triton.problem import LOG2_E, Operands, Problem, with_visits
+from pallas_flash.triton.problem import Operands, Problem, with_visits
 from pallas_flash.triton.tile import (
     TileList,
     dot,
@@ -67,36 +67,6 @@ class Saved(NamedTuple):
     dout: Any  # (B, T, N, Hv)
     lse2: Any  # (B, N, T), float32: log2(e) LSE, +inf for a fully masked row
     delta: Any  # (B, N, T), float32: D above, 0 for a fully masked row
-
-
-def prepare(
-    out: jax.Array,
-    lse: jax.Array,
-    dout: jax.Array,
-    dlse: jax.Array | None,
-    real: jax.Array | None = None,
-) -> Saved:
-    """The row statistics, in XLA: one pass over the output and its cotangent.
-
-    Args:
-      real: (B, T), False for queries behind a length or in padding; None when all are real.
-    """
-    delta = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
-    if real is not None:
-        # dO may be NaN there, and 0 * NaN would pass it on.
-        delta = jnp.where(real[:, :, None], delta, 0.0)
-    delta = delta.transpose(0, 2, 1)
-    if dlse is not None:
-        delta -= dlse
-    unseen = lse == -jnp.inf
-    delta = jnp.where(unseen, 0.0, delta)
-    return Saved(dout.astype(out.dtype), jnp.where(unseen, jnp.inf, lse * LOG2_E), delta)
-
-
-def sink_gradient(sinks: jax.Array, lse: jax.Array, saved: Saved) -> jax.Array:
-    """A sink is a logit without a value: dP is 0, hence its gradient -sum of P D. float32 (N,)."""
-    p = jnp.exp2(sinks.astype(jnp.float32)[:, None] * LOG2_E - saved.lse2)
-    return -jnp.sum(jnp.where(lse == -jnp.inf, 0.0, p * saved.delta), axis=(0, 2))
 
 
 # ---- dQ -----------------------------------------------------------------------------------------

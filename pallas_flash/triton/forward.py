@@ -32,8 +32,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_flash.mask import Bounds
+from pallas_flash.row_statistics import LOG2_E
 from pallas_flash.triton import blocks
-from pallas_flash.triton.problem import LOG2_E, Operands, Problem, with_visits
+from pallas_flash.triton.problem import Operands, Problem, with_visits
 from pallas_flash.triton.tile import (
     TileList,
     dot,

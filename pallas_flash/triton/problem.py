@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
@@ -14,11 +13,11 @@ from jaxtyping import Array
 from pallas_flash.call import AttentionCall, Sizes
 from pallas_flash.mask import Mask, row_lengths
 from pallas_flash.mods import Mod
+from pallas_flash.row_statistics import LOG2_E
 from pallas_flash.schedule import tile_map
 from pallas_flash.triton.mods import Split, split
 from pallas_flash.triton.tile_sizes import Tile
 
-LOG2_E = math.log2(math.e)
 Index = Any
 
 
@@ -199,14 +198,3 @@ def with_visits(
     order = jnp.argsort(~visit, axis=-1, stable=True).astype(jnp.int32)
     visits = Visits(order, jnp.sum(visit, axis=-1, dtype=jnp.int32))
     return operands._replace(kinds=None, visits=visits)
-
-
-def real_queries(problem: Problem, operands: Operands) -> Array | None:
-    """(B, T), False behind lengths and in padding segments; None when every query is real."""
-    real = None
-    if operands.query_lengths is not None:
-        real = jnp.arange(problem.sizes.T) < operands.query_lengths[:, None]
-    if operands.query_segments is not None:
-        unpadded = operands.query_segments >= 0
-        real = unpadded if real is None else real & unpadded
-    return real

@@ -14,8 +14,9 @@ import pallas_flash
 from pallas_flash import reference, shapes
 from pallas_flash.call import AttentionCall
 from pallas_flash.mask import Mask
+from pallas_flash.row_statistics import row_statistics
 from pallas_flash.triton import Tile, TileSizes, attention, default_tile_sizes, unsupported
-from pallas_flash.triton.backward import key_value_gradients, prepare, query_gradient
+from pallas_flash.triton.backward import Saved, key_value_gradients, query_gradient
 from pallas_flash.triton.forward import forward
 from pallas_flash.triton.problem import split_call
 
@@ -92,7 +93,8 @@ def test_a_tile_is_visited_iff_something_in_it_is_visible(mask, tile):
     call = random_call(mask=mask)
     problem, operands = split_call(call, interpret=True)
     out, lse = forward(problem, operands, tile)
-    saved = prepare(out, lse, jnp.ones_like(out), None)
+    dout = jnp.ones_like(out)
+    saved = Saved(dout, *row_statistics(out, lse, dout, None))
     want = visible_tiles(mask, tile)
     assert 0 < want.sum() < want.size
 
