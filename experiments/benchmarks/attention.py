@@ -206,8 +206,8 @@ def measure(options: Options, case: Case, peer: str) -> Iterator[dict[str, Any]]
 # ---- the run ------------------------------------------------------------------------------------
 
 
-def provenance() -> dict[str, Any]:
-    """Where the rows of this run come from."""
+def provenance(module: str = "experiments.benchmarks.attention") -> dict[str, Any]:
+    """Where the rows of this run of a command come from."""
     device = jax.devices()[0]
     return {
         "device": device.device_kind,
@@ -216,7 +216,7 @@ def provenance() -> dict[str, Any]:
             "jaxlib": jaxlib.__version__,
             "pallas_flash": getattr(pallas_flash, "__version__", "checkout"),
         },
-        "command": shlex.join(["python", "-m", "experiments.benchmarks.attention", *sys.argv[1:]]),
+        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
