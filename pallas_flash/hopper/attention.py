@@ -111,19 +111,27 @@ def forward(call: AttentionCall) -> tuple[Array, Array]:
     return vary_like(query_tiles(call, tiles, multiprocessors), call)
 
 
-def backward_unsupported(call: AttentionCall) -> str | None:
+def backward_unsupported(call: AttentionCall, wanted: frozenset[str] = frozenset()) -> str | None:
     """Why the Hopper backward cannot serve a call that the forward serves; None when it can.
 
     Triton's backward serves the rest: it needs the same residuals.
+
+    Args:
+      call: the call.
+      wanted: names of the optional arguments whose gradients are asked for.
     """
     sizes = call.sizes
-    argument = beyond_foundation(call)
+    argument = beyond_foundation(_foundation_part(call))
     if argument is not None or call.bias is not None or call.mask.dense is not None:
         return f"{argument or 'bias or a dense mask'}; it takes plain calls"
+    if "alibi_slopes" in wanted:
+        return "the gradient of alibi_slopes"
     if sizes.Hv != sizes.H or sizes.H not in backward_tiles.TUNED:
         return f"head dims {sizes.H} and {sizes.Hv}; it takes equal ones of 64, 128 or 256"
-    if call.deterministic:
-        return "deterministic: its dQ is summed by atomic additions, in an order that varies"
+    if call.deterministic and call.mask.has_segments:
+        return "deterministic with segment ids: key tiles do not know whose turn it is"
+    if call.deterministic and WITHHELD:
+        return "deterministic: its ordered sums have not run on the hardware yet"
     return None
 
 
@@ -135,8 +143,8 @@ def backward(
     dlse: Array | None,
     wanted: frozenset[str],
 ) -> Gradients:
-    """Gradients of q, k and v, see `pallas_flash.hopper.backward`."""
-    if backward_unsupported(call) is not None:
+    """Gradients of q, k, v and sinks, see `pallas_flash.hopper.backward`."""
+    if backward_unsupported(call, wanted) is not None:
         return triton_backward(call, out, lse, dout, dlse, wanted)
     tiles = backward_tiles.default_backward_tiles(call.sizes.H)
     return key_tiles(call, out, lse, dout, dlse, tiles)

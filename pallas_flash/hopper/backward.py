@@ -27,7 +27,8 @@ that does not change in the loop: otherwise their wgmma descriptors, one 64-bit 
 16 columns, are hoisted out of the loop and spill.
 
 The LSE of a row that sees nothing arrives as +inf, which makes its P exactly 0; so do rows past T.
-dQ is summed by atomic additions in an order that changes from run to run: its last bits do too.
+dQ is summed by atomic additions in an order that changes from run to run, and its last bits with
+it, unless the call is `deterministic` (see `pallas_flash.hopper.turns`).
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array
 
 from pallas_flash.call import AttentionCall, Gradients
+from pallas_flash.hopper import turns
 from pallas_flash.hopper.backward_operands import small_operands
 from pallas_flash.hopper.backward_problem import (
     CONSUMERS,
@@ -102,6 +104,7 @@ def backward(
         dtype=dtype,
         soft_cap=call.soft_cap,
         has_alibi=call.alibi_slopes is not None,
+        deterministic=call.deterministic,
     )
     lse2, delta = row_statistics(out, lse, dout, dlse, call.mask.real_queries(sizes.B, sizes.T))
     rows = ((0, 0), (0, 0), (0, -sizes.T % tiles.queries))
@@ -139,7 +142,7 @@ def _launch(problem: Problem, inputs: Inputs) -> tuple[Array, Array, Array]:
         scratch_types=scratch_types(problem),
         grid=(problem.key_tiles * sizes.B * sizes.K,),
         grid_names=("unit",),
-        num_threads=CONSUMERS + 1,
+        num_threads=problem.warpgroups,
         thread_name="warpgroup",
         kernel_name="pallas_flash_hopper_backward",
         compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
@@ -161,7 +164,7 @@ def _opaque_zero() -> Index:
 def _kernel(problem: Problem, present: tuple[str, ...], *refs: Refs) -> None:
     given, (dquery, dkey, dvalue, *scratch) = refs[: len(present)], refs[len(present) :]
     inputs = Inputs(**dict(zip(present, given, strict=True)))
-    outputs, scratch = Outputs(dkey, dvalue, dquery), Scratch(*scratch)
+    outputs, scratch = Outputs(dkey, dvalue, dquery, turns.semaphores(problem)), Scratch(*scratch)
     unit = _unit(problem, inputs)
     warpgroup = lax.axis_index("warpgroup")
 
@@ -172,8 +175,15 @@ def _kernel(problem: Problem, present: tuple[str, ...], *refs: Refs) -> None:
 
     @pl.when(warpgroup < CONSUMERS)
     def _() -> None:
-        plgpu.set_max_registers(240, action="increase")
+        plgpu.set_max_registers(problem.consumer_registers, action="increase")
         _consume(problem, inputs, scratch, outputs, unit, warpgroup)
+
+    if problem.deterministic:
+
+        @pl.when(warpgroup == CONSUMERS + 1)
+        def _() -> None:
+            plgpu.set_max_registers(24, action="decrease")
+            turns.send_in_turn(problem, scratch, outputs, unit)
 
 
 def _unit(problem: Problem, inputs: Inputs) -> Unit:
@@ -184,6 +194,8 @@ def _unit(problem: Problem, inputs: Inputs) -> Unit:
     within = lax.rem(index, problem.key_tiles * together)
     batch_head = index // (problem.key_tiles * together) * together + lax.rem(within, together)
     key_tile = within // together
+    if problem.deterministic:  # a tile waits for later keys: those must have been launched before
+        key_tile = problem.key_tiles - 1 - key_tile
     batch, kv_head = batch_head // sizes.K, lax.rem(batch_head, sizes.K)
     q_length: Index = sizes.T
     kv_length: Index = sizes.S
@@ -395,8 +407,12 @@ def _query_gradient(
 
         dq = pl.run_scoped(product, plgpu.ACC((HALF, width)))
         for start in range(0, width, HALF):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            first = number == start == 0
             part = lax.slice(dq, (0, start), (HALF, start + HALF)) if width > HALF else dq
+            if problem.deterministic:
+                turns.leave_piece(scratch, warpgroup, part, nothing_before=first & (index == 0))
+                continue
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             scratch.dquery.at[warpgroup][...] = part
             if not (number == len(products) - 1 and start == width - HALF):
                 place = (rows, column + start)
@@ -412,6 +428,8 @@ def _send_last_piece(
     index: Index,
 ) -> None:
     """Send what `_query_gradient` of step `index` left behind, unless there was no such step."""
+    if problem.deterministic:
+        return
     tiles, width = problem.tiles, problem.tiles.width(problem.sizes.H)
     products = tiles.dquery_products(problem.sizes.H, warpgroup)
     rows, column = products[-1]

@@ -30,6 +30,21 @@ class Problem(NamedTuple):
     dtype: Any
     soft_cap: float | None = None
     has_alibi: bool = False
+    deterministic: bool = False
+
+    @property
+    def warpgroups(self) -> int:
+        """Consumers, the producer, and for ordered sums the warpgroup that sends dQ."""
+        return CONSUMERS + (2 if self.deterministic else 1)
+
+    @property
+    def consumer_registers(self) -> int:
+        """What the others, with 24 each, leave of 65,536 registers to a consumer's thread."""
+        return 232 if self.deterministic else 240
+
+    @property
+    def query_tiles(self) -> int:
+        return pl.cdiv(self.sizes.T, self.tiles.queries)
 
     @property
     def key_tiles(self) -> int:
@@ -91,6 +106,7 @@ class Outputs(NamedTuple):
     dkey: Any  # (B, S, K, H)
     dvalue: Any  # (B, S, K, Hv)
     dquery: Any  # (B, T, N, H), float32 and zero at the start
+    turns: Any = None  # semaphores (B N query tiles,): key tiles that are done with a tile of dQ
 
 
 class Barriers(NamedTuple):
@@ -100,6 +116,8 @@ class Barriers(NamedTuple):
     do_ready: Any
     do_free: Any
     exchange: Any  # both warpgroups have written their half of dS
+    dq_ready: Any  # both have written a piece of dQ; None if each sends its own
+    dq_free: Any
 
 
 class Scratch(NamedTuple):
@@ -167,5 +185,7 @@ def scratch_types(problem: Problem) -> Scratch:
             do_ready=plgpu.Barrier(num_barriers=tiles.dout_stages, num_arrivals=2),
             do_free=plgpu.Barrier(num_barriers=tiles.dout_stages, num_arrivals=CONSUMERS),
             exchange=plgpu.Barrier(num_arrivals=CONSUMERS),
+            dq_ready=plgpu.Barrier(num_arrivals=CONSUMERS) if problem.deterministic else None,
+            dq_free=plgpu.Barrier() if problem.deterministic else None,
         ),
     )

@@ -14,11 +14,11 @@ from problems import ABSTRACT_MASKS as MASKS
 from problems import abstract
 
 from pallas_flash import api, vjp
-from pallas_flash.call import AttentionCall
+from pallas_flash.call import AttentionCall, Sizes
 from pallas_flash.hopper import attention
 from pallas_flash.hopper.backward import backward
 from pallas_flash.hopper.backward_operands import small_operands
-from pallas_flash.hopper.backward_problem import Problem
+from pallas_flash.hopper.backward_problem import Problem, Unit
 from pallas_flash.hopper.backward_tiles import (
     HALF,
     TUNED,
@@ -26,7 +26,13 @@ from pallas_flash.hopper.backward_tiles import (
     default_backward_tiles,
 )
 from pallas_flash.hopper.tile_sizes import SMEM_LIMIT
+from pallas_flash.hopper.turns import turn
 from pallas_flash.mask import Mask
+
+SEGMENTS = Mask(
+    query_segment_ids=abstract((2, 328), jnp.int32),
+    key_value_segment_ids=abstract((2, 200), jnp.int32),
+)
 
 
 def abstract_call(H, *, T=328, S=200, N=4, dtype: Any = jnp.bfloat16, **fields) -> AttentionCall:
@@ -173,14 +179,64 @@ def test_gradients_under_a_transform_run_both_hopper_kernels(name, monkeypatch):
     ("change", "names"),
     [
         ({"value": abstract((2, 200, 2, 64), jnp.bfloat16)}, "head dims 128 and 64"),
-        ({"deterministic": True}, "deterministic"),
+        ({"deterministic": True, "mask": SEGMENTS}, "deterministic"),
+        ({"bias": abstract((1, 4, 328, 200), jnp.float32)}, "bias"),
     ],
     ids=str,
 )
-def test_what_the_backward_leaves_to_triton_is_named(change, names):
+def test_what_the_backward_leaves_to_triton_is_named(change, names, monkeypatch):
+    monkeypatch.setattr(attention, "WITHHELD", False)
     call = abstract_call(128)
     assert attention.backward_unsupported(call) is None
     assert names in str(attention.backward_unsupported(dataclasses.replace(call, **change)))
+
+
+def test_ordered_sums_wait_for_their_proof():
+    call = abstract_call(128, deterministic=True)
+    assert ("hardware" in str(attention.backward_unsupported(call))) == attention.WITHHELD
+
+
+def test_the_gradient_of_alibi_slopes_is_left_to_triton():
+    call = abstract_call(128, alibi_slopes=abstract((4,), jnp.float32))
+    assert attention.backward_unsupported(call) is None
+    wanted = frozenset({"alibi_slopes"})
+    assert "alibi_slopes" in str(attention.backward_unsupported(call, wanted))
+
+
+@pytest.mark.parametrize("head_dim", TUNED)
+def test_ordered_sums_lower_for_cuda(head_dim):
+    call = abstract_call(head_dim, deterministic=True, mask=Mask(is_causal=True))
+    assert "@mosaic_gpu" in lower(call, default_backward_tiles(head_dim))
+
+
+@given(data=st.data())
+@settings(max_examples=200, deadline=None)
+def test_the_key_tiles_of_a_query_tile_take_turns(data):
+    """Turns count 0, 1, 2, ... from the last key tile down: each waits for exactly those before.
+
+    A key tile that is counted but never comes would be a GPU that hangs.
+    """
+    T, S = data.draw(st.integers(1, 900)), data.draw(st.integers(1, 900))
+    window = st.none() | st.integers(0, 300)
+    mask = Mask(
+        is_causal=data.draw(st.booleans()),
+        window=(data.draw(window), data.draw(window)),
+        causal_alignment=data.draw(st.sampled_from(["top_left", "bottom_right"])),
+    )
+    q_length, kv_length = data.draw(st.integers(0, T)), data.draw(st.integers(0, S))
+    tiles = TUNED[data.draw(st.sampled_from([*TUNED]))]
+    shape = Sizes(B=1, T=T, S=S, N=1, K=1, H=128, Hv=128)
+    problem = Problem(shape, mask, 1.0, tiles, jnp.bfloat16, deterministic=True)
+    came: dict[int, list[int]] = {}
+    for key_tile in reversed(range(problem.key_tiles)):
+        first = key_tile * tiles.keys
+        lengths = {"q_length": q_length, "kv_length": kv_length}
+        seen = mask.q_bounds(first, tiles.keys, **lengths).in_tiles(tiles.queries)
+        unit = Unit(0, 0, first, q_length, kv_length, *seen)
+        for tile in range(int(seen.lo), int(seen.hi)):
+            came.setdefault(tile, []).append(int(turn(problem, unit, tile)))
+    for tile, turns in came.items():
+        assert turns == [*range(len(turns))], tile
 
 
 @pytest.mark.parametrize("width", [64, 128])
