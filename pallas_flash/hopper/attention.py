@@ -6,15 +6,18 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from pallas_flash.call import AttentionCall, Gradients, beyond_foundation
 from pallas_flash.hopper import backward_tiles
 from pallas_flash.hopper.backward import backward as key_tiles
+from pallas_flash.hopper.bias import TILE_DTYPES, bias_form, dense_as_bias, dense_refusal
 from pallas_flash.hopper.forward import forward as query_tiles
 from pallas_flash.hopper.problem import masks_first_only
 from pallas_flash.hopper.tile_sizes import ROWS, default_forward_tiles
 from pallas_flash.triton.attention import backward as triton_backward
+from pallas_flash.triton.attention import unsupported as triton_unsupported
 from pallas_flash.varying import vary_like
 
 NAME = "mosaic"
@@ -38,10 +41,6 @@ def unsupported(call: AttentionCall, platform: str) -> str | None:
     argument = beyond_foundation(call if WITHHELD else _foundation_part(call))
     if argument is not None:
         return f"the Hopper kernels do not serve {argument} yet; 'triton' and 'xla' do"
-    if call.bias is not None:
-        return "the Hopper kernels do not serve bias yet; 'triton' and 'xla' do"
-    if call.mask.dense is not None:
-        return "the Hopper kernels do not serve a dense mask yet; 'triton' and 'xla' do"
     if call.query.dtype.name not in DTYPES:
         return (
             f"query has dtype {call.query.dtype.name}, the Hopper kernels take "
@@ -58,7 +57,7 @@ def unsupported(call: AttentionCall, platform: str) -> str | None:
                 f"{name} has head dim {dim}, the Hopper kernels take 64, 128, 192 and 256 so far; "
                 "'triton' takes any up to 256"
             )
-    return _not_proven(call) if WITHHELD else None
+    return _unsupported_bias(call, platform) or (_not_proven(call) if WITHHELD else None)
 
 
 def _not_proven(call: AttentionCall) -> str | None:
@@ -75,6 +74,24 @@ def _not_proven(call: AttentionCall) -> str | None:
             f"causal_alignment='bottom_right' and S - T = {sizes.S - sizes.T}, no multiple of 64,"
         )
     return f"the Hopper kernels are not proven with {name} yet; 'triton' serves it"
+
+
+def _unsupported_bias(call: AttentionCall, platform: str) -> str | None:
+    """Why neither the bias nor the dense mask, which becomes one, can be served; or None."""
+    if call.bias is None and call.mask.dense is None:
+        return None
+    if WITHHELD:
+        argument = "bias" if call.bias is not None else "a dense mask"
+        return f"the Hopper kernels do not serve {argument} yet; 'triton' and 'xla' do"
+    # Triton's kernels serve the gradients.
+    return dense_refusal(call) or triton_unsupported(_with_triton_bias(call), platform)
+
+
+def _with_triton_bias(call: AttentionCall) -> AttentionCall:
+    """The call with a bias of a dtype that Triton's kernels take."""
+    if call.bias is None or call.bias.dtype.name in TILE_DTYPES:
+        return call
+    return dataclasses.replace(call, bias=call.bias.astype(jnp.float32))
 
 
 def _foundation_part(call: AttentionCall) -> AttentionCall:
@@ -102,11 +119,14 @@ def _device_property(name: str) -> str | int | None:
 
 def forward(call: AttentionCall) -> tuple[Array, Array]:
     """Output and LSE, see `pallas_flash.hopper.forward`."""
+    call = dense_as_bias(call)
     sizes = call.sizes
     multiprocessors = _device_property("core_count")
     assert isinstance(multiprocessors, int)
     masks_in_loop = not masks_first_only(call.mask, sizes)
-    tiles = default_forward_tiles(sizes.H, sizes.Hv, masks_in_loop=masks_in_loop)
+    tiles = default_forward_tiles(
+        sizes.H, sizes.Hv, masks_in_loop=masks_in_loop, bias=bias_form(call)
+    )
     # The kernel's results carry no mark of the shard_map axes over which its operands vary.
     return vary_like(query_tiles(call, tiles, multiprocessors), call)
 
@@ -145,6 +165,6 @@ def backward(
 ) -> Gradients:
     """Gradients of q, k, v and sinks, see `pallas_flash.hopper.backward`."""
     if backward_unsupported(call, wanted) is not None:
-        return triton_backward(call, out, lse, dout, dlse, wanted)
+        return triton_backward(_with_triton_bias(call), out, lse, dout, dlse, wanted)
     tiles = backward_tiles.default_backward_tiles(call.sizes.H)
     return key_tiles(call, out, lse, dout, dlse, tiles)

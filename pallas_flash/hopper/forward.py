@@ -42,6 +42,7 @@ from jaxtyping import Array, Float
 
 from pallas_flash.call import AttentionCall
 from pallas_flash.hopper import softmax, work
+from pallas_flash.hopper.bias import bias_form
 from pallas_flash.hopper.operands import Operands, operands, static_fields
 from pallas_flash.hopper.problem import Barriers, Index, Problem, Refs, Scratch, Tile
 from pallas_flash.hopper.softmax import Rows, Softmax
@@ -58,13 +59,13 @@ def forward(
     """Output and LSE of a call that `pallas_flash.hopper.attention.unsupported` accepts.
 
     Args:
-      call: bf16 or f16, interval masks and segment ids, soft cap, sinks, ALiBi; head dims that are
-        multiples of 64.
+      call: bf16 or f16, interval masks and segment ids, soft cap, sinks, ALiBi, bias; head dims
+        that are multiples of 64.
       tiles: how to cut it.
       multiprocessors: of the device; one persistent CTA on each.
     """
     sizes = call.sizes
-    tiles.check(sizes.H, sizes.Hv)
+    tiles.check(sizes.H, sizes.Hv, bias_form(call))
     assert call.static_scale is not None  # `unsupported` refuses a traced scale
     query, key, value = (_whole_rows(x) for x in (call.query, call.key, call.value))
     problem = Problem(
@@ -130,19 +131,27 @@ def _scratch(problem: Problem) -> Scratch:
     sizes, tiles = problem.sizes, problem.tiles
     stages, consumers = tiles.stages, tiles.consumers
 
-    def tile(*shape: int) -> Any:
-        swizzle = plgpu.find_swizzle(shape[-1] * 16)
+    def tile(*shape: int, dtype: Any = problem.dtype) -> Any:
+        itemsize = jnp.dtype(dtype).itemsize
+        swizzle = plgpu.find_swizzle(shape[-1] * itemsize * 8)
         transforms = (  # pyright does not see that these classes are concrete
-            plgpu.TilingTransform((8, swizzle // 2)),  # pyright: ignore[reportAbstractUsage]
+            plgpu.TilingTransform((8, swizzle // itemsize)),  # pyright: ignore[reportAbstractUsage]
             plgpu.SwizzleTransform(swizzle),  # pyright: ignore[reportAbstractUsage]
         )
-        return plgpu.SMEM(shape, problem.dtype, transforms=transforms)
+        return plgpu.SMEM(shape, dtype, transforms=transforms)
 
     def free() -> Any:
         return plgpu.ClusterBarrier(
             collective_axes=("cta",), num_barriers=stages, num_arrivals=consumers
         )
 
+    bias = bias_ready = bias_free = None
+    if problem.bias is not None and problem.bias_in_ring:
+        bias = plgpu.SMEM((tiles.bias_stages, tiles.keys), jnp.float32)
+        if problem.bias.kind == "tile":
+            bias = tile(tiles.bias_stages, tiles.queries, tiles.keys, dtype=problem.bias.dtype)
+        bias_ready = plgpu.Barrier(num_barriers=tiles.bias_stages)
+        bias_free = plgpu.Barrier(num_barriers=tiles.bias_stages, num_arrivals=consumers)
     done = None
     if tiles.cluster == 2:
         done = plgpu.ClusterBarrier(collective_axes=("cta",), num_arrivals=consumers)
@@ -151,6 +160,7 @@ def _scratch(problem: Problem) -> Scratch:
         key=tile(stages, tiles.keys, sizes.H),
         value=tile(stages, tiles.keys, sizes.Hv),
         out=None if tiles.output_in_query else tile(consumers, ROWS, sizes.Hv),
+        bias=bias,
         barriers=Barriers(
             q_ready=plgpu.Barrier(num_barriers=consumers),
             q_free=plgpu.Barrier(num_barriers=consumers),
@@ -158,6 +168,8 @@ def _scratch(problem: Problem) -> Scratch:
             k_free=free(),
             v_ready=plgpu.Barrier(num_barriers=stages),
             v_free=free(),
+            bias_ready=bias_ready,
+            bias_free=bias_free,
             done=done,
         ),
     )
@@ -220,7 +232,10 @@ def _for_each_tile(
 def _tile(problem: Problem, inputs: Inputs, entry: Index) -> Tile:
     sizes, tiles = problem.sizes, problem.tiles
     batch_head, unit = entry // problem.units, lax.rem(entry, problem.units)
-    batch, head = batch_head // sizes.N, lax.rem(batch_head, sizes.N)
+    if problem.batch_first:
+        head, batch = batch_head // sizes.B, lax.rem(batch_head, sizes.B)
+    else:
+        batch, head = batch_head // sizes.N, lax.rem(batch_head, sizes.N)
     q_length: Index = sizes.T
     kv_length: Index = sizes.S
     small = inputs.small
@@ -243,7 +258,7 @@ def _tile(problem: Problem, inputs: Inputs, entry: Index) -> Tile:
 def _load(
     problem: Problem, inputs: Inputs, scratch: Scratch, position: Index, tile: Tile, step: Index
 ) -> Index:
-    """The producer's part of one query tile: its queries, then every key and value tile."""
+    """The producer's part of one query tile: its queries, then every key, bias and value tile."""
     tiles, barriers = problem.tiles, scratch.barriers
     shared = ("cta",) if tiles.cluster == 2 else None
     for i in range(tiles.consumers):
@@ -258,14 +273,12 @@ def _load(
 
     def load(j: Index, step: Index) -> Index:
         slot = _slot(problem, step)
-        keys = pl.ds((tile.hi - 1 - j) * tiles.keys, tiles.keys)
-        for source, target, ready, free in (
-            (inputs.key, scratch.key, barriers.k_ready, barriers.k_free),
-            (inputs.value, scratch.value, barriers.v_ready, barriers.v_free),
-        ):
+        index = tile.hi - 1 - j
+        keys = pl.ds(index * tiles.keys, tiles.keys)
 
+        def load_shared(source: Refs, target: Refs, ready: Any, free: Any) -> None:
             @pl.when(step >= tiles.stages)
-            def _(free: Any = free) -> None:
+            def _() -> None:
                 plgpu.barrier_wait(free.at[slot])
 
             plgpu.copy_gmem_to_smem(
@@ -274,9 +287,36 @@ def _load(
                 ready.at[slot],
                 collective_axes=shared,
             )
+
+        load_shared(inputs.key, scratch.key, barriers.k_ready, barriers.k_free)
+        if problem.bias_in_ring:
+            _load_bias(problem, inputs.small, scratch, tile, index, step)
+        load_shared(inputs.value, scratch.value, barriers.v_ready, barriers.v_free)
         return step + 1
 
     return lax.fori_loop(0, tile.count, load, step)
+
+
+def _load_bias(
+    problem: Problem, small: Operands, scratch: Scratch, tile: Tile, index: Index, step: Index
+) -> None:
+    """The bias of one key tile, for all query rows of this CTA."""
+    form, tiles, barriers = problem.bias, problem.tiles, scratch.barriers
+    assert form is not None
+    slot = _slot(problem, step, tiles.bias_stages)
+
+    @pl.when(step >= tiles.bias_stages)
+    def _() -> None:
+        plgpu.barrier_wait(barriers.bias_free.at[slot])
+
+    plane = form.plane(tile.batch, tile.head, problem.sizes.N)
+    if form.kind == "tile":
+        rows, keys = pl.ds(tile.row, tiles.queries), pl.ds(index * tiles.keys, tiles.keys)
+        source = small.bias.at[plane, rows, keys]
+    else:
+        padded = pl.cdiv(problem.sizes.S, tiles.keys) * tiles.keys
+        source = small.bias.at[pl.ds(plane * padded + index * tiles.keys, tiles.keys)]
+    plgpu.copy_gmem_to_smem(source, scratch.bias.at[slot], barriers.bias_ready.at[slot])
 
 
 def _consume(
@@ -329,6 +369,10 @@ def _drop(problem: Problem, scratch: Scratch, count: Index, step: Index) -> Inde
         plgpu.barrier_arrive(barriers.k_free.at[slot])
         plgpu.barrier_wait(barriers.v_ready.at[slot])
         plgpu.barrier_arrive(barriers.v_free.at[slot])
+        if problem.bias_in_ring:
+            slot = _slot(problem, step, problem.tiles.bias_stages)
+            plgpu.barrier_wait(barriers.bias_ready.at[slot])
+            plgpu.barrier_arrive(barriers.bias_free.at[slot])
         return step + 1
 
     return lax.fori_loop(0, count, drop, step)
@@ -353,7 +397,7 @@ def _key_loop(consumer: Consumer, acc: Refs, step: Index) -> tuple[Index, Softma
     problem, small, scratch, _, rows, query = consumer
     barriers, bounds = scratch.barriers, rows.bounds
     accumulator = plgpu.ACC((ROWS, problem.tiles.keys))
-    logits = functools.partial(softmax.logits, problem, rows)
+    logits = functools.partial(_logits, consumer)
     mask = functools.partial(softmax.mask_logits, problem, small, rows)
 
     def first(s_acc: Refs) -> Any:
@@ -362,12 +406,13 @@ def _key_loop(consumer: Consumer, acc: Refs, step: Index) -> tuple[Index, Softma
 
     slot = _slot(problem, step)
     plgpu.barrier_wait(barriers.k_ready.at[slot])
-    s = logits(bounds.hi - 1, pl.run_scoped(first, accumulator))
+    _wait_for_bias(consumer, step)
+    s = logits(bounds.hi - 1, step, pl.run_scoped(first, accumulator))
     plgpu.barrier_arrive(barriers.k_free.at[slot])
     if not problem.always_full:
         s = mask(bounds.hi - 1, s)
-    state, _ = softmax.probabilities(problem, s, None, may_be_empty=not problem.always_full)
-    may_be_empty = not problem.masks_first_only
+    state, _ = softmax.probabilities(problem, s, None, may_be_empty=problem.first_may_be_empty)
+    may_be_empty = problem.later_may_be_empty
 
     def await_next(j: Index, step: Index) -> None:
         """Wait for the key tile behind the j-th, if there is one.
@@ -388,16 +433,17 @@ def _key_loop(consumer: Consumer, acc: Refs, step: Index) -> tuple[Index, Softma
         slot, previous = _slot(problem, step), _slot(problem, step - 1)
         if not problem.tiles.early_key_wait:
             plgpu.barrier_wait(barriers.k_ready.at[slot])
+        _wait_for_bias(consumer, step)
 
         def products(s_acc: Refs) -> Softmax:
             plgpu.wgmma(s_acc, query, scratch.key.at[slot].T)
             if problem.masks_first_only:
                 s = _add_values(consumer, acc, s_acc, old.p, index + 1, previous)
                 plgpu.barrier_arrive(barriers.k_free.at[slot])
-                s = logits(index, s)
+                s = logits(index, step, s)
             else:
                 # Branches may only meet where no wgmma is in flight: ptxas waits for all there.
-                s = logits(index, s_acc[...])
+                s = logits(index, step, s_acc[...])
                 plgpu.barrier_arrive(barriers.k_free.at[slot])
                 masked = (index >= bounds.full_hi) | (index < bounds.full_lo)
                 s = lax.cond(masked, functools.partial(mask, index), lambda s: s, s)
@@ -424,9 +470,30 @@ def _add_values(
     return None if s_acc is None else plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
 
 
-def _slot(problem: Problem, step: Index) -> Index:
-    """Ring slot of a step that is not negative."""
-    stages = problem.tiles.stages
+def _wait_for_bias(consumer: Consumer, step: Index) -> None:
+    """Wait for the bias of a key tile; in front of its wgmma, so that none spans the wait."""
+    problem, barriers = consumer.problem, consumer.scratch.barriers
+    if problem.bias_in_ring:
+        plgpu.barrier_wait(barriers.bias_ready.at[_slot(problem, step, problem.tiles.bias_stages)])
+
+
+def _logits(consumer: Consumer, index: Index, step: Index, products: Any) -> Any:
+    """Logits of one key tile; its bias, which has been waited for, is given back."""
+    problem, _, scratch, warpgroup, rows, _ = consumer
+    if problem.bias is None or not problem.bias_in_ring:
+        return softmax.logits(problem, rows, index, products)
+    slot = _slot(problem, step, problem.tiles.bias_stages)
+    bias = scratch.bias.at[slot]
+    if problem.bias.kind == "tile":
+        bias = scratch.bias.at[slot, pl.ds(warpgroup * ROWS, ROWS)]
+    s = softmax.logits(problem, rows, index, products, bias)
+    plgpu.barrier_arrive(scratch.barriers.bias_free.at[slot])
+    return s
+
+
+def _slot(problem: Problem, step: Index, stages: int | None = None) -> Index:
+    """Slot of a step that is not negative in a ring, that of the keys by default."""
+    stages = stages or problem.tiles.stages
     # Cheaper than a signed remainder, which corrects for negative numbers.
     return step & (stages - 1) if stages & (stages - 1) == 0 else lax.rem(step, stages)
 

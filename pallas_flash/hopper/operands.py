@@ -1,9 +1,9 @@
 """The small operands of the Hopper forward: what a call has beside queries, keys and values.
 
-Each is a flat array in global memory, or absent, so that a plain call's kernel holds nothing of
-them. Segment ids come with a table of the key tiles that each 64 query rows visit, made before the
-launch from the smallest and largest id of every tile: the cost follows the visible area where ids
-are in order (packed documents), and stays right where they are not.
+Each is a flat array in global memory (but for a bias in tiles), or absent, so that a plain call's
+kernel holds nothing of them. Segment ids come with a table of the key tiles that each 64 query rows
+visit, made before the launch from the smallest and largest id of every tile: the cost follows the
+visible area where ids are in order (packed documents), and stays right where they are not.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from pallas_flash.call import AttentionCall
+from pallas_flash.hopper.bias import bias_form, bias_operand
 from pallas_flash.hopper.problem import Problem
 from pallas_flash.hopper.tables import flat_lengths, id_ranges, narrowed, padded_ids
 from pallas_flash.hopper.tile_sizes import ROWS
@@ -33,6 +34,7 @@ class Operands(NamedTuple):
       units: int32 (B, units, 2), first and one past the last key tile loaded for each unit.
       sinks: float32 (N,).
       slopes: float32 (N,), of ALiBi.
+      bias: see `pallas_flash.hopper.bias.bias_operand`.
     """
 
     lengths: Any = None
@@ -42,6 +44,7 @@ class Operands(NamedTuple):
     units: Any = None
     sinks: Any = None
     slopes: Any = None
+    bias: Any = None
 
 
 def operands(call: AttentionCall, problem: Problem) -> Operands:
@@ -64,6 +67,17 @@ def operands(call: AttentionCall, problem: Problem) -> Operands:
         found = found._replace(sinks=call.sinks.astype(jnp.float32))
     if call.alibi_slopes is not None:
         found = found._replace(slopes=call.alibi_slopes.astype(jnp.float32))
+    if call.bias is not None and problem.bias is not None:
+        bias = bias_operand(
+            call.bias,
+            problem.bias,
+            sizes,
+            padded_rows=problem.padded_rows,
+            keys=problem.tiles.keys,
+            factor=problem.logit_scale,
+            lowest=problem.lowest_logit,
+        )
+        found = found._replace(bias=bias)
     return found
 
 
@@ -104,4 +118,5 @@ def static_fields(call: AttentionCall) -> dict[str, Any]:
         "soft_cap": call.soft_cap,
         "has_sinks": call.sinks is not None,
         "has_alibi": call.alibi_slopes is not None,
+        "bias": bias_form(call),
     }

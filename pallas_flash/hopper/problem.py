@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from pallas_flash.call import Sizes
 from pallas_flash.hopper import work
+from pallas_flash.hopper.bias import BiasForm
 from pallas_flash.hopper.tile_sizes import ROWS, ForwardTiles
 from pallas_flash.mask import Mask
 from pallas_flash.row_statistics import LOG2_E
@@ -27,6 +28,7 @@ class Problem(NamedTuple):
     soft_cap: float | None = None
     has_sinks: bool = False
     has_alibi: bool = False
+    bias: BiasForm | None = None
 
     @property
     def interval_mask(self) -> Mask:
@@ -76,6 +78,34 @@ class Problem(NamedTuple):
         return masks_first_only(self.mask, self.sizes)
 
     @property
+    def first_may_be_empty(self) -> bool:
+        """True when a row may see nothing of the key tile that is visited first."""
+        return not self.always_full or self.bias is not None
+
+    @property
+    def later_may_be_empty(self) -> bool:
+        """True when a row may have seen nothing behind its first key tile."""
+        return not self.masks_first_only or self.bias is not None
+
+    @property
+    def lowest_logit(self) -> float:
+        """What finite logits must stay above, so that their product by the scale is finite."""
+        return -(2.0**124) / max(1.0, self.exponent_scale)
+
+    @property
+    def bias_in_ring(self) -> bool:
+        """True when the bias comes key tile by key tile, through shared memory."""
+        return self.bias is not None and self.bias.kind != "rows"
+
+    @property
+    def batch_first(self) -> bool:
+        """True when heads are counted batch row by batch row first.
+
+        Those that read the same bias tiles then run together, and L2 holds them.
+        """
+        return self.bias is not None and self.bias.kind == "tile" and not self.bias.per_batch
+
+    @property
     def same_keys_in_cluster(self) -> bool:
         """True when all warpgroups of a cluster always visit the same key tiles."""
         rows = self.tiles.queries * self.tiles.cluster
@@ -89,6 +119,8 @@ class Barriers(NamedTuple):
     k_free: Any
     v_ready: Any
     v_free: Any
+    bias_ready: Any  # None without a ring for the bias
+    bias_free: Any
     done: Any  # cluster: neither CTA leaves while the other may still signal it
 
 
@@ -97,6 +129,7 @@ class Scratch(NamedTuple):
     key: Any  # (stages, keys, H)
     value: Any  # (stages, keys, Hv)
     out: Any  # (consumers, 64, Hv), None when it goes through `query`
+    bias: Any  # (bias_stages, queries, keys) or (bias_stages, keys), None without a ring
     barriers: Barriers
 
 

@@ -50,18 +50,23 @@ class Rows(NamedTuple):
     bounds: Bounds  # key tiles that they visit
     ids: Any = None  # (64,) segment ids
     slope: Any = None  # ALiBi's, of this head
+    bias: Any = None  # (64,), where it is the same for all keys
 
 
 def rows_of(problem: Problem, small: Operands, tile: Tile, warpgroup: Index) -> Rows:
     """The rows of one warpgroup in a query tile, with everything that is read once."""
     row = tile.row + warpgroup * ROWS
-    ids = slope = None
+    ids = slope = bias = None
     if problem.mask.has_segments:
         here = small.query_ids.at[pl.ds(tile.batch * problem.padded_rows + row, ROWS)]
         ids = plgpu.load(here, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
     if problem.has_alibi:
         slope = small.slopes[tile.head]
-    return Rows(tile, row, _bounds(problem, small, tile, row), ids, slope)
+    if problem.bias is not None and problem.bias.kind == "rows":
+        plane = problem.bias.plane(tile.batch, tile.head, problem.sizes.N)
+        here = small.bias.at[pl.ds(plane * problem.padded_rows + row, ROWS)]
+        bias = plgpu.load(here, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+    return Rows(tile, row, _bounds(problem, small, tile, row), ids, slope, bias)
 
 
 def _bounds(problem: Problem, small: Operands, tile: Tile, row: Index) -> Bounds:
@@ -80,13 +85,44 @@ def _bounds(problem: Problem, small: Operands, tile: Tile, row: Index) -> Bounds
     return Bounds(lo, found.full_lo, found.full_hi, hi)
 
 
-def logits(problem: Problem, rows: Rows, index: Index, products: Any) -> Any:
-    """Logits of products q k^T of one key tile, in units of log2 / `problem.exponent_scale`."""
+def logits(problem: Problem, rows: Rows, index: Index, products: Any, bias: Refs = None) -> Any:
+    """Logits of products q k^T of one key tile, in units of log2 / `problem.exponent_scale`.
+
+    Args:
+      products: (64, keys).
+      bias: the tile's bias in shared memory, (64, keys) or (keys,), if it comes that way.
+    """
     s = products if problem.product_scale == 1.0 else products * problem.product_scale
+    if problem.bias is not None:
+        s = _plus_bias(problem, rows, bias, s)
     if problem.has_alibi:
         s = _less_distance(problem, rows, index, s)
+    if problem.soft_cap is None:
+        return s
     # tanh.approx: absolute error of the logit below 2**-11 of it.
-    return s if problem.soft_cap is None else jnp.tanh(s)
+    capped = jnp.tanh(s)
+    # A bias of -inf hides the key, and the cap must not bring it back.
+    return capped if problem.bias is None else jnp.where(s == -jnp.inf, -jnp.inf, capped)
+
+
+def _plus_bias(problem: Problem, rows: Rows, bias: Refs, s: Any) -> Any:
+    """s + bias, as many columns at a time as keep few of the bias's registers alive."""
+    form, keys, layout = problem.bias, problem.tiles.keys, plgpu.Layout.WGMMA
+    assert form is not None
+    if form.kind == "rows":
+        return s + lax.broadcast_in_dim(rows.bias, s.shape, [0])
+    parts = []
+    width = form.width if form.kind == "tile" else CHUNK
+    for column in range(0, keys, width):
+        here = pl.ds(column, width)
+        if form.kind == "tile":
+            part = plgpu.load(bias.at[:, here], layout=layout).astype(jnp.float32)
+            part = part if problem.logit_scale == 1.0 else part * problem.logit_scale
+        else:
+            part = plgpu.load(bias.at[here], layout=layout.reduce(0), optimized=False)
+            part = lax.broadcast_in_dim(part, (ROWS, width), [1])
+        parts.append(lax.slice(s, (0, column), (ROWS, column + width)) + part)
+    return jnp.concatenate(parts, axis=1)
 
 
 def _less_distance(problem: Problem, rows: Rows, index: Index, s: Any) -> Any:

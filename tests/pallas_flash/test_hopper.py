@@ -15,8 +15,9 @@ from problems import abstract
 import pallas_flash
 from pallas_flash.call import AttentionCall, Sizes
 from pallas_flash.hopper import attention, work
-from pallas_flash.hopper.forward import forward
-from pallas_flash.hopper.operands import operands
+from pallas_flash.hopper.bias import BiasForm, bias_form
+from pallas_flash.hopper.forward import Inputs, _tile, forward
+from pallas_flash.hopper.operands import Operands, operands
 from pallas_flash.hopper.problem import Problem
 from pallas_flash.hopper.tile_sizes import (
     ROWS,
@@ -92,6 +93,77 @@ def test_every_semantic_lowers_for_cuda(fields):
     assert text.count("@mosaic_gpu") == 1
 
 
+@pytest.mark.parametrize(
+    ("head_dims", "shape", "dtype"),
+    [
+        ((64, 64), (1, 4, 328, 200), jnp.bfloat16),
+        ((128, 128), (2, 1, 328, 200), jnp.float32),
+        ((128, 128), (2, 1, 1, 200), jnp.bfloat16),
+        ((192, 128), (1, 1, 1, 1), jnp.float16),
+        ((256, 256), (2, 4, 328, 200), jnp.float32),
+    ],
+    ids=str,
+)
+def test_every_form_of_bias_lowers_for_cuda(head_dims, shape, dtype):
+    mask = MASKS["window" if shape[2:] == (1, 200) else "causal"]
+    call = abstract_call(*head_dims, bias=abstract(shape, dtype), mask=mask, soft_cap=9.0)
+    tiles = default_forward_tiles(*head_dims, bias=bias_form(call))
+    assert lower(call, tiles).count("@mosaic_gpu") == 1
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("head_dims", [*TUNED, (192, 128), (256, 64)], ids=str)
+def test_tiles_with_a_bias_fit(head_dims, itemsize):
+    form = BiasForm("tile", jnp.dtype(f"float{8 * itemsize}"), False, True)
+    tiles = default_forward_tiles(*head_dims, bias=form)
+    need = tiles.shared_bytes(*head_dims, bias=form)
+    assert need <= SMEM_LIMIT
+    ring = tiles.bias_stages * tiles.queries * tiles.keys * itemsize
+    assert need == tiles.shared_bytes(*head_dims) + ring
+    with pytest.raises(ValueError, match="and a bias need"):
+        dataclasses.replace(tiles, bias_stages=9).check(head_dims[0], head_dims[1], form)
+
+
+def test_heads_that_share_bias_tiles_run_together():
+    """Batch rows of one head are neighbours in the order of work, and every head is there once."""
+    form = BiasForm("tile", jnp.dtype(jnp.bfloat16), False, True)
+    sizes = Sizes(3, 100, 100, 4, 2, 64, 64)
+    problem = Problem(sizes, Mask(), 1.0, ForwardTiles(), 132, jnp.bfloat16, bias=form)
+    inputs = Inputs(None, Operands(), None, None, None)
+    tiles = [_tile(problem, inputs, jnp.int32(entry)) for entry in range(12)]
+    places = [(int(tile.head), int(tile.batch)) for tile in tiles]
+    assert places == [(head, batch) for head in range(4) for batch in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dense", "served"),
+    [
+        ((1, 4, 64, 64), None, True),
+        ((1, 1, 1, 64), (2, 1, 64, 64), True),
+        (None, (1, 1, 64, 64), True),
+        ((1, 4, 64, 64), (2, 1, 1, 64), False),
+    ],
+    ids=str,
+)
+def test_bias_and_dense_masks_are_served_unless_they_grow_together(
+    shape, dense, served, monkeypatch
+):
+    monkeypatch.setattr(attention, "WITHHELD", False)
+    monkeypatch.setattr(attention, "_device_property", {"compute_capability": "9.0"}.get)
+    call = abstract_call(
+        64,
+        64,
+        T=64,
+        S=64,
+        bias=None if shape is None else abstract(shape, jnp.bfloat16),
+        mask=Mask(dense=None if dense is None else abstract(dense, jnp.bool_)),
+    )
+    reason = attention.unsupported(call, "gpu")
+    assert (reason is None) == served
+    assert served or "(2, 1, 1, 64)" in str(reason)
+    assert attention.backward_unsupported(call) is not None  # Triton's kernels serve it
+
+
 @pytest.mark.parametrize("scale", [0.0, -0.3])
 def test_a_scale_that_is_not_positive_lowers(scale):
     call = abstract_call(64, 64, static_scale=scale, dtype=jnp.float16)
@@ -124,6 +196,7 @@ def test_tiles_over_budget_raise_before_the_launch_with_the_bytes():
         {"consumers": 4},
         {"cluster": 3},
         {"rescale_above": 9.0},
+        {"bias_stages": 0},
     ],
     ids=str,
 )

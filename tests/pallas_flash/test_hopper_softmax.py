@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas as pl
 
 from pallas_flash import api, reference
 from pallas_flash.hopper import forward as kernel
 from pallas_flash.hopper import softmax
+from pallas_flash.hopper.bias import dense_as_bias
 from pallas_flash.hopper.operands import Operands, operands, static_fields
 from pallas_flash.hopper.problem import Problem
 from pallas_flash.hopper.tile_sizes import ROWS, ForwardTiles
@@ -25,7 +27,7 @@ WARP_ROWS = 16
 
 
 class Memory:
-    """A flat array behind a ref's interface."""
+    """An array behind a ref's interface."""
 
     def __init__(self, array):
         self.array = jnp.asarray(array)
@@ -41,6 +43,10 @@ class Memory:
     def __getitem__(self, index):
         if index is Ellipsis:
             return self.array
+        if isinstance(index, tuple):  # (all rows, some columns)
+            columns = index[1]
+            assert 0 <= columns.start <= self.array.shape[1] - columns.size
+            return self.array[:, columns.start :][:, : columns.size]
         start, size = (index.start, index.size) if hasattr(index, "start") else (index, None)
         # Out of bounds must show, not clamp as JAX's indexing does.
         assert 0 <= int(start) <= len(self.array) - (size or 1)
@@ -79,8 +85,23 @@ def rows_of(array, start, size):
     return jnp.pad(part, ((0, size - len(part)), (0, 0))).astype(jnp.float32)
 
 
+def bias_tile(problem, small, rows, index):
+    """What the ring holds of the bias of one key tile, for one warpgroup."""
+    form, keys = problem.bias, problem.tiles.keys
+    if form is None or form.kind == "rows":
+        return None
+    plane = form.plane(int(rows.tile.batch), int(rows.tile.head), problem.sizes.N)
+    if form.kind == "tile":
+        part = small.bias.array[plane, int(rows.row) :][:ROWS, index * keys :][:, :keys]
+        missing = ROWS - part.shape[0], keys - part.shape[1]
+        return Memory(jnp.pad(part, ((0, missing[0]), (0, missing[1]))))
+    padded = pl.cdiv(problem.sizes.S, keys) * keys
+    return Memory(small.bias[pl.ds(plane * padded + index * keys, keys)])
+
+
 def attend(call, tiles):
     """Output and LSE, computed as the kernel's consumers would."""
+    call = dense_as_bias(call)
     problem = Problem(
         sizes=call.sizes,
         scale=call.static_scale,
@@ -112,16 +133,19 @@ def visit(problem, small, rows, q, key, value):
     bounds, keys = rows.bounds, problem.tiles.keys
     acc = Memory(jnp.zeros((ROWS, value.shape[-1])))
     state: Any = None
-    later = not problem.masks_first_only
+    later = problem.later_may_be_empty
     assert rows.tile.lo <= bounds.lo < bounds.hi <= rows.tile.hi
     for index in range(int(bounds.hi) - 1, int(bounds.lo) - 1, -1):
-        s = softmax.logits(problem, rows, index, q @ rows_of(key, index * keys, keys).T)
-        partial = not problem.always_full if state is None else later
-        if partial and (state is None or not bounds.full_lo <= index < bounds.full_hi):
+        products = q @ rows_of(key, index * keys, keys).T
+        s = softmax.logits(problem, rows, index, products, bias_tile(problem, small, rows, index))
+        first = state is None
+        partial = first or not bounds.full_lo <= index < bounds.full_hi
+        if partial and not (problem.always_full if first else problem.masks_first_only):
             s = softmax.mask_logits(problem, small, rows, index, s)
+        may_be_empty = problem.first_may_be_empty if first else later
         old = state
         state, moved = softmax.probabilities(
-            problem, s, None if old is None else old.m, may_be_empty=partial
+            problem, s, None if old is None else old.m, may_be_empty=may_be_empty
         )
         if old is not None:
             l = softmax.rescale(acc, old.l, old.m, state.m, moved, may_be_empty=later)
@@ -154,6 +178,18 @@ LENGTHS = {
 CAUSAL = {"is_causal": True}
 SLOPES = {"alibi_slopes": jnp.asarray([0.5, 0.05])}
 SINKS = {"sinks": jnp.asarray([-3.0, 8.0])}
+
+
+def bias(*shape, hidden=0.2, dtype=jnp.float32):
+    """Biases of which a share is -inf, and whose first query (if any) sees nothing."""
+    rng = np.random.default_rng(7)
+    values = np.where(rng.random(shape) < hidden, -np.inf, rng.standard_normal(shape) * 2)
+    if shape[2] > 1:
+        values[:, :, 0] = -np.inf
+    return {"bias": jnp.asarray(values, dtype)}
+
+
+SEEN = {"mask": jnp.asarray(np.random.default_rng(8).random((1, 2, 200, 200)) < 0.5)}
 CALLS = {
     "causal": CAUSAL,
     "bottom right": {**CAUSAL, "causal_alignment": "bottom_right", "T": 130},
@@ -165,6 +201,16 @@ CALLS = {
     "causal alibi": {**CAUSAL, **SLOPES},
     "packed": {**CAUSAL, **PACKED},
     "shuffled ids": SHUFFLED,
+    "bias": bias(1, 2, 200, 200, dtype=jnp.bfloat16),
+    "causal bias, one head": {**CAUSAL, **bias(1, 1, 200, 200), "scale": -0.4},
+    "window bias": {"local_window_size": (70, 20), **bias(1, 2, 200, 200)},
+    "bias of keys": {**bias(1, 2, 1, 200), **LENGTHS},
+    "bias of keys, cap": {**bias(1, 1, 1, 200), "logits_soft_cap": 2.0},
+    "bias of rows": {**CAUSAL, **bias(1, 2, 200, 1), **SINKS},
+    "bias of heads": {**CAUSAL, **bias(1, 2, 1, 1, hidden=0.0)},
+    "bias and cap": {**CAUSAL, **bias(1, 2, 200, 200), "logits_soft_cap": 2.0},
+    "dense": SEEN,
+    "dense and bias": {**CAUSAL, **SEEN, **bias(1, 1, 1, 200), **SLOPES},
     "everything": {**CAUSAL, **PACKED, **LENGTHS, **SLOPES, **SINKS, "logits_soft_cap": 5.0},
 }
 
