@@ -16,6 +16,7 @@ list ends. Warpgroup `consumers` only issues TMA loads, the others own 64 query 
                               both in flight: wait S1, work on it while O+=P0 V0 runs
 
 `ready` barriers say that a slot has landed, `free` barriers that every consumer is done with it.
+A bias has a ring of its own, fetched between K_j and V_j and given back when its logits are made.
 In a cluster of two, the CTAs take neighbouring query tiles, each loads half of every key and value
 tile and multicasts it; `free` then counts the consumers of both.
 

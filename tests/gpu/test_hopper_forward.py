@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import pallas_flash
-from pallas_flash import api
+from pallas_flash import api, reference, vjp
 from pallas_flash.hopper import attention
 from pallas_flash.hopper.forward import forward
 from pallas_flash.hopper.tile_sizes import TUNED, ForwardTiles, default_forward_tiles
@@ -253,8 +253,57 @@ def with_features() -> dict:
     }
 
 
-FEATURES = with_features()
+def biased(shape, dtype=jnp.bfloat16, hidden: float = 0.1) -> dict:
+    """Biases, a share of which is -inf; the first query, if there is one, sees nothing."""
+    rng = np.random.default_rng([4, *shape])
+    values = np.where(rng.random(shape) < hidden, -np.inf, rng.standard_normal(shape))
+    if shape[2] > 1:
+        values[:, :, 0] = -np.inf
+    return {"bias": jnp.asarray(values, dtype)}
+
+
+def with_bias() -> dict:
+    """Name -> (case, further arguments): every form of a bias, and dense masks."""
+    f32 = jnp.float32
+    a = Case("ba", B=2, T=700, S=700, N=4, K=2, H=128, is_causal=True)
+    b = Case("bb", B=2, T=512, S=640, N=2, K=2, H=128)
+    c = Case("bc", B=2, T=600, S=500, N=2, K=2, H=64)
+    d = Case("bd", B=2, T=520, S=576, N=2, K=1, H=256)
+    w = Case("bw", B=1, T=1003, S=997, N=2, K=2, H=64, is_causal=True, window=(150, 0))
+    m = Case("bm", B=2, T=300, S=320, N=2, K=1, H=192, Hv=128)
+    lengths = Case("bl", B=3, T=500, S=600, N=2, K=2, H=128, q_lengths=True, kv_lengths=True)
+    far = Case("bf", B=2, T=4096, S=4096, N=4, K=2, H=128)
+    rng = np.random.default_rng(6)
+    seen = jnp.asarray(rng.random((2, 1, 512, 640)) < 0.4)
+    return {
+        "bias-heads": (b, biased((1, 2, 512, 640))),
+        "bias-float32": (b, biased((2, 1, 512, 640), f32)),
+        "bias-causal": (a, biased((2, 4, 700, 700))),
+        "bias-causal-float32": (a, biased((1, 4, 700, 700), f32)),
+        "bias-64": (c, biased((2, 2, 600, 500))),
+        "bias-64-float32": (c, biased((1, 1, 600, 500), f32)),
+        "bias-256": (d, biased((1, 2, 520, 576))),
+        "bias-256-float32": (d, biased((2, 2, 520, 576), f32)),
+        "bias-mla-float16": (m, biased((1, 2, 300, 320), jnp.float16)),
+        "bias-window": (w, biased((1, 2, 1003, 997))),
+        "bias-lengths": (lengths, biased((3, 1, 500, 600))),
+        "bias-long": (far, biased((1, 4, 4096, 4096))),
+        "bias-cap": (b, {**biased((1, 2, 512, 640)), "logits_soft_cap": 3.0, "scale": -0.2}),
+        "bias-keys": (b, biased((2, 1, 1, 640))),
+        "bias-keys-causal": (a, {**biased((2, 1, 1, 700), f32), "sinks": sinks(4)}),
+        "bias-keys-256": (d, biased((1, 2, 1, 576), hidden=0.97)),
+        "bias-keys-lengths": (lengths, {**biased((3, 2, 1, 600)), "logits_soft_cap": 5.0}),
+        "bias-rows": (a, biased((2, 4, 700, 1))),
+        "bias-rows-64": (c, biased((1, 1, 600, 1), f32)),
+        "bias-one": (b, biased((2, 2, 1, 1), hidden=0.0)),
+        "dense": (b, {"mask": seen}),
+        "dense-and-bias": (b, {"mask": seen, **biased((2, 1, 1, 640))}),
+    }
+
+
+FEATURES = with_features() | with_bias()
 LESS_URGENT = ("cap", "sinks", "alibi", "alibi-cap-lengths", "packed-long")
+LESS_URGENT += ("bias-rows-64", "bias-mla-float16", "bias-64-float32", "bias-keys-lengths")
 
 
 @pytest.mark.parametrize(
@@ -277,6 +326,29 @@ def test_semantics_have_the_errors_of_bfloat16(name):
     # The soft cap's tanh is the hardware's: 2**-11 of the logit.
     close = 3e-3 if "logits_soft_cap" in others else 1e-3
     np.testing.assert_allclose(lse[finite], want_lse[finite], rtol=0, atol=close)
+
+
+def test_gradients_with_a_bias_are_right():
+    """Triton's backward makes them from this forward's output and LSE."""
+    case = Case("bias-grads", T=300, S=320, N=4, K=2, H=128)
+    arrays, _ = draw(case)
+    bias = biased((1, 4, 300, 320))["bias"]
+
+    def loss(operands, forward_of):
+        *arrays, bias = operands
+        call = api.build_call(*arrays, bias=bias)
+        out, lse = forward_of(call)
+        seen = jnp.where(jnp.isfinite(lse), lse, 0.0)
+        return jnp.sum(jnp.sin(out.astype(jnp.float32))) + jnp.sum(seen)
+
+    @jax.jit
+    def got(operands):
+        return jax.grad(lambda o: loss(o, lambda call: vjp.attention(attention, call)))(operands)
+
+    exact = [x.astype(jnp.float32) for x in (*arrays, bias)]
+    want = jax.jit(jax.grad(lambda o: loss(o, reference.forward)))(exact)
+    for g, w in zip(got([*arrays, bias]), want, strict=True):
+        assert relative_error(g, w) < 2e-2
 
 
 @pytest.mark.parametrize("H", TUNED)
