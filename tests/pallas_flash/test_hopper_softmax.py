@@ -102,6 +102,7 @@ def bias_tile(problem, small, rows, index):
 def attend(call, tiles):
     """Output and LSE, computed as the kernel's consumers would."""
     call = dense_as_bias(call)
+    assert call.static_scale is not None
     problem = Problem(
         sizes=call.sizes,
         scale=call.static_scale,
