@@ -48,12 +48,10 @@ class Attention(nnx.Module):
         window: int | None = None,
     ) -> Float[Array, "B T D"]:
         """Attention over `x`; a window leaves each query that many keys, its own included."""
-        query, key, value = self.query(x), self.key(x), self.value(x)
-        if self.query_norm is not None and self.key_norm is not None:
-            query, key = self.query_norm(query), self.key_norm(key)
+        query, key, value = self.heads(x, rotary)
         attended = attention(
-            apply_rotary(query, rotary),
-            apply_rotary(key, rotary),
+            query,
+            key,
             value,
             is_causal=True,
             local_window_size=None if window is None else (window - 1, 0),
@@ -61,3 +59,12 @@ class Attention(nnx.Module):
             implementation=self.implementation,
         )
         return self.output(attended)
+
+    def heads(
+        self, x: Float[Array, "B T D"], rotary: RotaryTable
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+        """Queries and keys, turned to their positions, and values: what attention is between."""
+        query, key, value = self.query(x), self.key(x), self.value(x)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        return apply_rotary(query, rotary), apply_rotary(key, rotary), value

@@ -109,18 +109,25 @@ class Decoder(nnx.Module):
         rotary = self._rotary(x.shape[:2], segment_ids, positions)
         graphdef, stack = nnx.split(self.blocks)
         x = constrain_activations(x)
-        for window, start, stop in _runs(self.config.windows):
+        for window, start, stop in window_runs(self.config.windows):
 
             def step(x: Array, layer: nnx.State, window=window) -> tuple[Array, None]:
                 block = nnx.merge(graphdef, layer)
                 x = block(x, rotary=rotary, segment_ids=segment_ids, window=window)
                 return constrain_activations(x), None
 
-            x = self._through(_with_remat(step, self.config), x, stack, start, stop)
+            x = self.through(_with_remat(step, self.config), x, stack, start, stop)
         return self.final_norm(x)
 
-    def _through(self, step: Callable, x: Array, stack: Any, start: int, stop: int) -> Array:
-        """`x` after layers start .. stop-1 of the stack: one scan, or a loop without one."""
+    def through(self, step: Callable, x: Any, stack: Any, start: int, stop: int) -> Any:
+        """`x` after layers start .. stop-1 of the stack: one scan, or a loop without one.
+
+        Args:
+            step: `(x, layer) -> (x, None)`.
+            x: what goes from layer to layer, a pytree.
+            stack: pytree of arrays that lead with L.
+            start, stop: the layers.
+        """
         if not self.config.scan_layers:
             for i in range(start, stop):
                 x, _ = step(x, jax.tree.map(lambda leaf, i=i: leaf[i], stack))
@@ -212,10 +219,10 @@ def _graphdef(config: ModelConfig) -> nnx.GraphDef[Decoder]:
     return nnx.split(abstract)[0]
 
 
-def _runs(windows: tuple[int | None, ...]) -> list[tuple[int | None, int, int]]:
+def window_runs(windows: tuple[int | None, ...]) -> list[tuple[int | None, int, int]]:
     """Neighbouring layers of equal window as (window, start, stop).
 
-    >>> _runs((4, 4, None, 4))
+    >>> window_runs((4, 4, None, 4))
     [(4, 0, 2), (None, 2, 3), (4, 3, 4)]
     """
     runs, start = [], 0
