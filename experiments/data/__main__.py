@@ -1,4 +1,4 @@
-"""The data command: corpus, build, dedup, train-quality, tokenize, show, info or sample."""
+"""The data command: corpus, build, dedup, train-quality, tokenize, plant, show, info or sample."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from experiments.data.pipeline.finish import show_batch
 from experiments.data.pipeline.quality import train_from_files
 from experiments.data.pipeline.readers import ReadConfig, SourceConfig, find_files, read_file
 from experiments.data.pipeline.records import Tally
+from experiments.data.planting import PLANTS_NAME, PlantConfig, plant_corpus
 from experiments.data.sample_corpus import build_sample
 from experiments.data.tokenizer import END_OF_TEXT
 
@@ -161,6 +162,24 @@ class Tokenize:
 
 
 @dataclasses.dataclass(frozen=True)
+class Plant:
+    """Repeats passages of a corpus a known number of times, to test later what was memorised."""
+
+    corpus: Path = Path("sample")
+    """A directory made by ``corpus``, or ``sample``."""
+    out: Path = Path("corpus/planted")
+    """Folder of the new corpus; plants.json in it names the passages."""
+    plants: PlantConfig = dataclasses.field(default_factory=PlantConfig)
+    """Which passages."""
+
+    def run(self) -> None:
+        directory = SAMPLE_DIR if str(self.corpus) == "sample" else self.corpus
+        plant_corpus(directory, self.out, self.plants)
+        print_manifest(self.out)
+        print(f"passages: {self.out / PLANTS_NAME}")
+
+
+@dataclasses.dataclass(frozen=True)
 class _Data:
     corpus: str = "sample"
     """``sample``, a corpus directory or a token store."""
@@ -261,6 +280,7 @@ Command = (
     | Annotated[Dedup, tyro.conf.subcommand("dedup")]
     | Annotated[TrainQuality, tyro.conf.subcommand("train-quality")]
     | Annotated[Tokenize, tyro.conf.subcommand("tokenize")]
+    | Annotated[Plant, tyro.conf.subcommand("plant")]
     | Annotated[Show, tyro.conf.subcommand("show")]
     | Annotated[Info, tyro.conf.subcommand("info")]
     | Annotated[Sample, tyro.conf.subcommand("sample")]
