@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from experiments.training.curriculum import Curriculum, make_curriculum
+from experiments.training.curriculum import ContextRope, Curriculum, make_curriculum
 from experiments.training.guard import GuardConfig
 from experiments.training.optimizer import OptimizerConfig
 from experiments.training.run_checkpoints import RetentionConfig
@@ -80,6 +80,8 @@ class TrainConfig:
     batch_ramp: tuple[tuple[int, int], ...] = ()
     # (batch, tokens of a sequence, RoPE base from there on); tokens of a batch stay
     context: tuple[tuple[int, int, float], ...] = ()
+    # RoPE is extended at these switches by what sequences have grown; None changes its base alone
+    context_rope: ContextRope | None = None
     guard: GuardConfig = field(default_factory=GuardConfig)
     rollback: RollbackConfig = field(default_factory=RollbackConfig)
     checkpoint: RetentionConfig = field(default_factory=RetentionConfig)
@@ -125,8 +127,10 @@ class TrainConfig:
             batch_size=self.batch_size,
             seq_len=self.seq_len,
             rope_theta=self.model.rope_theta,
+            rope_scaling=self.model.rope_scaling,
             batch_ramp=self.batch_ramp,
             context=self.context,
+            context_rope=self.context_rope,
         )
 
     def fixed(self) -> dict[str, Any]:

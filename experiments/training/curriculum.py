@@ -1,4 +1,4 @@
-"""What batch number j is: its size, its sequence length and the RoPE base it is trained with.
+"""What batch number j is: its size, its sequence length and the RoPE it is trained with.
 
 All of it is a function of `data_index` j, never of the step: batch j holds the same tokens in every
 run of one config, whatever was skipped or refused before, and a cursor is all there is to resume.
@@ -12,11 +12,15 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Int32
 
 from experiments.data import TokenDataset
+from models.rope_scaling import RopeScaling
+
+ContextRope = Literal["linear", "ntk", "yarn"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,7 @@ class Phase:
       seq_len: T.
       batch_size: rows of a batch.
       rope_theta: RoPE base of the model.
+      rope_scaling: its context extension.
       first_row: how many rows of `seq_len` tokens lie before it in the order of the data.
     """
 
@@ -36,6 +41,7 @@ class Phase:
     batch_size: int
     rope_theta: float
     first_row: int = 0
+    rope_scaling: RopeScaling | None = None
 
     @property
     def tokens(self) -> int:
@@ -59,19 +65,24 @@ def make_curriculum(
     batch_size: int,
     seq_len: int,
     rope_theta: float,
+    rope_scaling: RopeScaling | None = None,
     batch_ramp: Sequence[tuple[int, int]] = (),
     context: Sequence[tuple[int, int, float]] = (),
+    context_rope: ContextRope | None = None,
 ) -> Curriculum:
     """The phases that a constant batch, a ramp and context switches amount to.
 
     Args:
-      batch_size, seq_len, rope_theta: of the first batch.
+      batch_size, seq_len, rope_theta, rope_scaling: of the first batch.
       batch_ramp: (data index, rows of a batch from there on), in rows of the first `seq_len`.
       context: (data index, sequence length, RoPE base from there on). The tokens of a batch stay:
         rows shrink as sequences grow.
+      context_rope: extension of RoPE from the first switch on, by the factor that sequences have
+        grown since the first batch (`models.rope_scaling`); None changes the base alone.
 
     Raises:
-      ValueError: starts do not rise, or a batch is no whole number of the longer sequences.
+      ValueError: starts do not rise, a batch is no whole number of the longer sequences, or
+        `context_rope` meets a model that is extended already.
 
     >>> phases = make_curriculum(batch_size=8, seq_len=4, rope_theta=1e4,
     ...                          batch_ramp=[(10, 16)], context=[(20, 8, 5e5)]).phases
@@ -82,6 +93,11 @@ def make_curriculum(
         starts = [0, *(s[0] for s in switches)]
         if any(a >= b for a, b in itertools.pairwise(starts)):
             raise ValueError(f"{name} must start above 0 and rise, got starts {starts[1:]}")
+    if context_rope and rope_scaling is not None:
+        raise ValueError(
+            f"context_rope={context_rope!r} would extend a model that has a rope_scaling of type "
+            f"{rope_scaling.type!r} already; leave one of them out"
+        )
     rows, length, theta = batch_size, seq_len, rope_theta
     phases: list[Phase] = []
     for start in sorted({0, *(s[0] for s in batch_ramp), *(s[0] for s in context)}):
@@ -94,8 +110,18 @@ def make_curriculum(
                 f"of {length}; make batch_size a multiple of {length // math.gcd(length, seq_len)}"
             )
         size = rows * seq_len // length
-        phases.append(Phase(start, length, size, theta, _rows_before(phases, start, length)))
+        scaling = rope_scaling
+        if context_rope and length > seq_len:
+            scaling = extension(context_rope, length / seq_len, seq_len)
+        before = _rows_before(phases, start, length)
+        phases.append(Phase(start, length, size, theta, before, scaling))
     return Curriculum(tuple(phases))
+
+
+def extension(rope: ContextRope, factor: float, trained_len: int) -> RopeScaling:
+    """The `RopeScaling` that takes a model of `trained_len` tokens to `factor` times as many."""
+    original = trained_len if rope == "yarn" else None
+    return RopeScaling(type=rope, factor=float(factor), original_max_seq_len=original)
 
 
 def _rows_before(phases: list[Phase], start: int, seq_len: int) -> int:

@@ -344,9 +344,9 @@ class Trainer:
         return all(saved.step <= rollback.restored_step for rollback in later)
 
     def expected_programs(self) -> int:
-        """Distinct shapes and RoPE bases in the curriculum."""
+        """Distinct shapes and RoPEs in the curriculum."""
         phases = self.curriculum.phases
-        return len({(p.batch_size, p.seq_len, p.rope_theta) for p in phases})
+        return len({(p.batch_size, p.seq_len, p.rope_theta, p.rope_scaling) for p in phases})
 
 
 def position_of(state: TrainState, saved: Saved) -> Position:

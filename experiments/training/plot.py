@@ -7,15 +7,16 @@ import numpy as np
 
 from experiments.training.config import TrainConfig
 from experiments.training.schedule import learning_rate
+from models.rope_scaling import RopeScaling
 
 
 def schedule_table(config: TrainConfig) -> str:
     """The phases of a run and its learning rates at the turning points, as text."""
-    lines = ["from batch   sequences x tokens   tokens a batch   RoPE base"]
+    lines = ["from batch   sequences x tokens   tokens a batch   RoPE base   extension"]
     for phase in config.curriculum().phases:
         lines.append(
             f"{phase.start:>10,}   {phase.batch_size:>9,} x {phase.seq_len:<6,}   "
-            f"{phase.tokens:>14,}   {phase.rope_theta:>9,.0f}"
+            f"{phase.tokens:>14,}   {phase.rope_theta:>9,.0f}   {scaling_label(phase.rope_scaling)}"
         )
     schedule = config.schedule.make()
     start = int(schedule.total_steps - schedule.cooldown_steps)
@@ -24,6 +25,17 @@ def schedule_table(config: TrainConfig) -> str:
     for step in sorted(s for s in points if 0 <= s < schedule.total_steps):
         lines.append(f"{step:>10,}   {float(learning_rate(schedule, step)):.3e}")
     return "\n".join(lines)
+
+
+def scaling_label(scaling: RopeScaling | None) -> str:
+    """A context extension in a word: its type and factor.
+
+    >>> scaling_label(RopeScaling(type="linear", factor=4.0)), scaling_label(None)
+    ('linear x4', 'none')
+    """
+    if scaling is None:
+        return "none"
+    return scaling.type if scaling.factor is None else f"{scaling.type} x{scaling.factor:g}"
 
 
 def plot_schedule(config: TrainConfig, path: Path) -> None:

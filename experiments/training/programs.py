@@ -1,6 +1,6 @@
 """The compiled programs of a run: the state before the first step, and the step.
 
-Steps are compiled ahead of time, one for each shape of batch (and RoPE base): a batch of an
+Steps are compiled ahead of time, one for each shape of batch (and RoPE): a batch of an
 unforeseen shape is an error and never a silent second compilation. Their number is the compile
 count of a run, which grows by one where a phase of the curriculum begins and not otherwise.
 """
@@ -165,9 +165,10 @@ class Programs:
     def step_for(self, phase: Phase, batch: Batch) -> Compiled:
         """The step for batches like this one, in this phase."""
         shapes = tuple((name, x.shape, str(x.dtype)) for name, x in sorted(batch.items()))
-        key = (phase.rope_theta, shapes)
+        rope = {"rope_theta": phase.rope_theta, "rope_scaling": phase.rope_scaling}
+        key = (*rope.values(), shapes)
         if key not in self.used:
-            model = replace(self.recipe.model, rope_theta=phase.rope_theta)
+            model = replace(self.recipe.model, **rope)
             self.used[key] = _compile_step(replace(self.recipe, model=model), shapes)
         return self.used[key]
 

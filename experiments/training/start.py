@@ -19,7 +19,7 @@ from models.config import ModelConfig
 # computes. Everything else would make other weights of the same numbers.
 FREE_MODEL_FIELDS = (
     *("rope_theta", "rope_scaling", "max_seq_len", "z_loss", "compute_dtype", "param_dtype"),
-    *("attention_implementation", "remat", "scan_layers"),
+    *("attention_implementation", "remat", "scan_layers", "loss_chunk"),
 )
 
 
