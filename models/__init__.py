@@ -8,6 +8,7 @@
 (1, 16, 64)
 """
 
+from models.chunked_loss import chunked_next_token_loss, decoder_loss
 from models.config import ModelConfig
 from models.decoder import Decoder, Params, apply, bind, init_params
 from models.loss import next_token_loss
@@ -18,6 +19,8 @@ __all__ = [
     "Params",
     "apply",
     "bind",
+    "chunked_next_token_loss",
+    "decoder_loss",
     "init_params",
     "next_token_loss",
 ]

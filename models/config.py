@@ -48,6 +48,9 @@ class ModelConfig:
         norm_eps: added to the mean square inside every RMSNorm.
         z_loss: coefficient of `logsumexp(logits) ** 2` in the training loss. The decoder does not
             read it; it travels with the model so that a run's loss can be read off its config.
+        loss_chunk: tokens whose logit gradients the training loss holds at once, see
+            `models.chunked_loss`; 0 for all tokens at once, None to choose by their number. Read
+            by `decoder_loss` alone.
         compute_dtype: dtype of activations and of the operands of every matrix product.
         param_dtype: dtype in which parameters (and so gradients) are stored.
         attention_implementation: passed to `pallas_flash.dot_product_attention` as it is; None
@@ -81,6 +84,7 @@ class ModelConfig:
     qk_norm: bool = False
     norm_eps: float = 1e-5
     z_loss: float = 0.0
+    loss_chunk: int | None = None
     compute_dtype: str = "bfloat16"
     param_dtype: str = "float32"
     attention_implementation: str | None = None
@@ -105,6 +109,8 @@ class ModelConfig:
         _require_number("rope_theta", self.rope_theta, above=1.0)
         _require_number("norm_eps", self.norm_eps, above=0.0)
         _require_number("z_loss", self.z_loss, at_least=0.0)
+        if self.loss_chunk != 0 and self.loss_chunk is not None:
+            _require_positive_int("loss_chunk", self.loss_chunk)
         _require_choice("compute_dtype", self.compute_dtype, COMPUTE_DTYPES)
         _require_choice("param_dtype", self.param_dtype, PARAM_DTYPES)
         _require_choice("remat", self.remat, get_args(Remat))

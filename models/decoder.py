@@ -90,9 +90,18 @@ class Decoder(nnx.Module):
             TypeError: tokens, segment_ids or positions are not integers.
             ValueError: a shape is not `[B, T]`, or T is longer than `config.max_seq_len`.
         """
+        return self.logits(self.states(tokens, segment_ids=segment_ids, positions=positions))
+
+    def states(
+        self,
+        tokens: Int[Array, "B T"],
+        *,
+        segment_ids: Int[Array, "B T"] | None = None,
+        positions: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Final normed states, from which `logits` follow; arguments as in a call."""
         _check_ids("tokens", tokens, None)
-        x = self.backbone(self.embedding(tokens), segment_ids=segment_ids, positions=positions)
-        return self.logits(x)
+        return self.backbone(self.embedding(tokens), segment_ids=segment_ids, positions=positions)
 
     def backbone(
         self,

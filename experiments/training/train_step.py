@@ -19,9 +19,8 @@ from experiments.training import guard
 from experiments.training.guard import GuardConfig
 from experiments.training.schedule import Schedule, learning_rate
 from experiments.training.state import TrainState
+from models.chunked_loss import decoder_loss
 from models.config import ModelConfig
-from models.decoder import apply
-from models.loss import next_token_loss
 
 Batch = dict[str, Array]
 """`tokens` (A, B, T+1) int32 and, where not every target counts, `weights` (A, B, T) float32.
@@ -45,6 +44,8 @@ def make_loss(
 ) -> LossFn:
     """Sum of the next-token losses of a microbatch, z-loss included (`model.z_loss`).
 
+    Large vocabularies go through the head chunk by chunk (`model.loss_chunk`).
+
     Args:
       model: the decoder. With bfloat16 as compute dtype its float32 parameters are the master
         copy: they are cast where they are used, and gradients come back in float32.
@@ -61,9 +62,9 @@ def make_loss(
         segments = None
         if separator is not None:
             segments = jnp.cumsum(inputs == separator, axis=1, dtype=jnp.int32)
-        logits = apply(model, params, inputs, segment_ids=segments)
-        mask = batch.get("weights")
-        loss, parts = next_token_loss(logits, targets, mask=mask, z_loss=model.z_loss)
+        loss, parts = decoder_loss(
+            model, params, inputs, targets, segment_ids=segments, mask=batch.get("weights")
+        )
         weight = parts["weight"]
         sums = {name: parts[name] * weight for name in ("cross_entropy", "z_loss")}
         return loss * weight, sums | {"weight": weight}
