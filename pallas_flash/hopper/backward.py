@@ -406,14 +406,17 @@ def _query_gradient(
             return plgpu.wgmma_accumulator_load(acc, wait_n=0)
 
         dq = pl.run_scoped(product, plgpu.ACC((HALF, width)))
+
+        def piece(start: int, dq: Any = dq) -> Any:
+            return lax.slice(dq, (0, start), (HALF, start + HALF)) if width > HALF else dq
+
         for start in range(0, width, HALF):
-            first = number == start == 0
-            part = lax.slice(dq, (0, start), (HALF, start + HALF)) if width > HALF else dq
             if problem.deterministic:
-                turns.leave_piece(scratch, warpgroup, part, nothing_before=first & (index == 0))
+                first = (number == start == 0) & (index == 0)
+                turns.leave_piece(scratch, warpgroup, piece(start), nothing_before=first)
                 continue
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            scratch.dquery.at[warpgroup][...] = part
+            scratch.dquery.at[warpgroup][...] = piece(start)
             if not (number == len(products) - 1 and start == width - HALF):
                 place = (rows, column + start)
                 _send(problem, scratch, outputs, unit, warpgroup, index, place)
