@@ -141,7 +141,7 @@ def _stage_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def scale_plan(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """Core-hours, shards and shuffled bytes of each stage for ``PLAN_TOKENS``, by proportion.
+    """Core-hours, shards and bytes in and held of each stage for ``PLAN_TOKENS``, by proportion.
 
     What a build of this size measured, and what its stages must hold at once: 200 bytes per
     document for near duplicates (signature and keys), 0.6 bytes per byte of text for substrings.
